@@ -61,7 +61,6 @@ class Faults:
     late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the arrival of the late bytes
 
     def fate(self, generator: random.Random) -> Fate:
-        """Draws the fate of one list."""
         odds = {Fate.CUT: self.cut, Fate.LOST: self.lost, Fate.SILENT: self.silent, Fate.LATE: self.late}
         drawn = generator.random()
         for fate, probability in odds.items():

@@ -59,7 +59,6 @@ def children_of(pid: int) -> set[int]:
 
 
 def parent_of(pid: int) -> int:
-    """Returns the parent of a running process."""
     return _parents()[pid]
 
 
@@ -81,7 +80,6 @@ def command_line(pid: int) -> bytes:
 
 
 def is_spawned(pid: int) -> bool:
-    """Returns whether multiprocessing has spawned this process."""
     return b"spawn_main" in command_line(pid)
 
 
@@ -101,7 +99,6 @@ def _maps(pid: int) -> str:
 
 
 def _parents() -> dict[int, int]:
-    """Returns the parent of every running process."""
     stats = {int(path.name): _stat(path) for path in Path("/proc").glob("[0-9]*")}
     return {pid: int(stat[1]) for pid, stat in stats.items() if stat and stat[0] != "Z"}
 

@@ -139,7 +139,6 @@ def folder_of(module: str) -> str:
 
 
 def may_import(importer: str, target: str) -> bool:
-    """Returns whether a folder may import another one."""
     neighbours = {importer.partition("/")[0], target.partition("/")[0]} == set(GROUPS)
     return not neighbours and FLOORS.get(importer, 0) > FLOORS.get(target, 0)
 

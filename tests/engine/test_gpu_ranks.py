@@ -93,9 +93,7 @@ def on_gpu(test: Any) -> Any:
 
 @dataclass(frozen=True)
 class Answered:
-    """What an engine has answered."""
-
-    answers: list[tuple[int, list[int]]]  # the numbers of questions, and the tokens of their answers
+    answers: list[tuple[int, list[int]]]  # number of the question, tokens of its answer
     stats: EngineStats
 
 

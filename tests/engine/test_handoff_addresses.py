@@ -31,8 +31,6 @@ FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 class RecordingLoopback(Loopback):
-    """Records the registered regions."""
-
     def __init__(self) -> None:
         super().__init__(Hub())
         self.registered: list[Region] = []

@@ -130,7 +130,6 @@ def pages_held(stats: EngineStats) -> int:
 
 
 def num_open(stats: EngineStats) -> int:
-    """Returns the number of open handoffs."""
     assert stats.handoff is not None
     return stats.handoff.num_open
 

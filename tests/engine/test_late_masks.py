@@ -59,7 +59,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[Residence]:
 
 @contextmanager
 def punctual() -> Iterator[None]:
-    """Waits for every mask."""
+    """Makes steps wait for every mask, so that none is late."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FollowedAnswer, "masks", lambda answer, timeout: FOUND(answer, 60.0))
         yield

@@ -36,7 +36,7 @@ each_signal = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], i
 
 @dataclass(frozen=True)
 class Expected:
-    """A model, and what one process answers with it."""
+    """A model, and the answers that one process gives with it."""
 
     model: str
     short: list[list[int]]

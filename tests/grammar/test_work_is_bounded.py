@@ -36,7 +36,7 @@ def chain(size: int) -> dict[str, Any]:
 
 
 def definitions(size: int) -> dict[str, Any]:
-    """Returns parameters each of which needs the definitions of all."""
+    """Returns parameters, each of which needs all definitions."""
     properties = {f"p{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n}"}} for n in range(size)}
     defs = {f"d{n}": {"type": "object", "description": "x" * 40} for n in range(size)}
     return {"type": "object", "properties": properties, "$defs": defs}

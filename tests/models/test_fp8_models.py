@@ -57,7 +57,7 @@ class Fp8Model:
 
     @cached_property
     def whole(self) -> StepResults:
-        """The results of one process."""
+        """Returns the results of one process."""
         source = self.source()
         results = run_steps(build_stages(self.files.spec, source), STEPS)
         source.finish()

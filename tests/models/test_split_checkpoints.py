@@ -24,7 +24,6 @@ SLICES = [None, TensorSlice(0, 0, 16), TensorSlice(0, 3, 11), TensorSlice(1, 2, 
 
 
 def save_checkpoint(folder: Path, spec: ModelSpec) -> ModelFiles:
-    """Writes a checkpoint with random weights."""
     recording = RecordingWeights()
     Decoder(spec, recording)
     save_file(recording.tensors, folder / "model.safetensors")

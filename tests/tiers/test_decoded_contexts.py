@@ -20,8 +20,6 @@ FP8: dict[str, Any] = {"kv_dtype": "fp8", "index_dtype": "fp8"}
 
 
 class Counter:
-    """Counts the calls of a function."""
-
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0
 
