@@ -20,6 +20,7 @@ from hotset.models.checkpoint.gguf_file import open_gguf
 from hotset.models.checkpoint.gguf_source import gguf_name
 from hotset.models.checkpoint.gguf_spec import gguf_spec
 from hotset.models.checkpoint.weights import open_weights
+from hotset.models.tokenizer import Tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -206,3 +207,35 @@ def test_tensors_and_metadata_equal_those_that_the_gguf_package_reads(tmp_path: 
         t.name: (t.type_id, t.offset) for t in ours.tensors.values()
     }
     assert all(ours.metadata[name] == field.contents() for name, field in reader.fields.items() if "." in name[5:])
+
+
+@pytest.mark.slow
+def test_the_decoder_of_transformers_answers_correctly_with_weights_of_the_embedded_model(embedded: ModelFiles) -> None:
+    """Without `unpermute`, the answer would be wrong."""
+    spec = embedded.spec
+    config = transformers.LlamaConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.mlp_width,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        rms_norm_eps=spec.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta},
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    source = open_weights(embedded, torch.float32, "cpu")
+    names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    state = {name: source.load(name, shape) for name, shape in names.items()}
+    source.finish()
+    model.to_empty(device="cpu")
+    model.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    prompt = [504, 3575, 282, 4649, 314]  # "The capital of France is"
+    with torch.no_grad():
+        next_token = model(torch.tensor([prompt])).logits[0, -1].argmax().item()
+    tokenizer = Tokenizer.load(embedded, None)
+    assert tokenizer is not None and tokenizer.encode("The capital of France is") == prompt
+    assert tokenizer.decode([next_token]) == " Paris"
