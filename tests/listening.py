@@ -19,7 +19,7 @@ ANSWER = struct.Struct("=B3x2s2x16s16xI8x16xI")
 
 @dataclass(frozen=True, order=True)
 class Listening:
-    """A listening socket of process `pid`. `interface` is empty if the socket is not bound to one."""
+    """A listening socket of process `pid`. `interface` is empty if the socket is not bound to an interface."""
 
     pid: int
     host: str
@@ -34,7 +34,7 @@ def listening(pids: Iterable[int]) -> list[Listening]:
 
 
 def _inodes(pid: int) -> set[int]:
-    """Returns the inodes of the sockets that a process holds, none if it has ended."""
+    """Returns the inodes of the sockets that a process holds. Returns none if the process has ended."""
     links = []
     with suppress(OSError):  # ended in the meantime
         for descriptor in os.listdir(f"/proc/{pid}/fd"):

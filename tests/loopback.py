@@ -94,7 +94,7 @@ class _Due:
 
 
 class Hub:
-    """Connects endpoints. It owns the clock, the faults and all lists of writes. It may be called from any thread."""
+    """Connects endpoints, and owns the clock, the faults and all lists of writes. It may be called from any thread."""
 
     def __init__(self, faults: Faults | None = None, seed: int = 0, *, threaded: bool = False) -> None:
         self.faults = faults or Faults()  # may be replaced at any time; applies to lists that begin afterwards
@@ -130,10 +130,6 @@ class Hub:
                     due.action()
                 self._begin_ready()
             self._now = max(self._now, now)
-
-    def pump(self) -> None:
-        """Runs the actions that are due, without moving the clock."""
-        self.advance(self.now)
 
     def next_due(self) -> float | None:
         """Returns when the next action is due, or None if nothing is due before an event or a `submit`."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from harness import tiny_directory
+from harness import DEMO, tiny_directory
 from pseudo_terminal import run_on_terminal, screen
 from typer.testing import CliRunner
 
@@ -36,7 +36,6 @@ from hotset.fleet.router.config import RouterConfig
 from hotset.models.answer_parser import ThinkParser
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = str(ROOT / "models" / "demo-dsa")
 SERVE_WITHOUT_FASTAPI = """
 import sys
 sys.modules["fastapi"] = None  # Python then treats the package as missing
@@ -147,7 +146,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_status_1(arguments: 
     assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
-def test_an_error_of_the_engine_follows_an_erased_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_the_progress_line_is_erased_before_an_error_of_the_engine(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"damaged, which only the engine notices")
     command = [sys.executable, "-m", "hotset", "serve", tiny_directory(tmp_path), "--port", "0"]
     code, output = run_on_terminal(command, ROOT, os.environ | {"TERM": "xterm"})
