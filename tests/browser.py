@@ -62,7 +62,7 @@ class Page:
         return result["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = WAIT_SECONDS) -> Any:
-        """Waits until an expression is true, and returns its value. If it is an element of the page, write `!!` before it."""
+        """Waits until an expression is true, and returns its value. Elements need `!!` before them."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(script)):
             assert time.monotonic() < deadline, f"{script} is not true after {seconds:g} s"

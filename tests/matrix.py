@@ -20,8 +20,8 @@ def slow_if(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
 def matrix(*axes: Sequence[Any], together: int = 2) -> list[Any]:
     """Returns every combination of one value per axis, for `pytest.mark.parametrize`.
 
-    A small subset stays unmarked: it contains every combination of values of any two axes (or of any `together` axes) at
-    least once. All other combinations are marked `slow`. A value that is a tuple supplies several parameters.
+    A small subset stays unmarked. It contains every combination of values of any two axes at least once, or of any
+    `together` axes. All other combinations are marked `slow`. A value that is a tuple supplies several parameters.
     """
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))  # as indices into the axes
     shuffled = random.Random(0).sample(combinations, len(combinations))

@@ -85,8 +85,17 @@ def is_spawned(pid: int) -> bool:
     return b"spawn_main" in command_line(pid)
 
 
+def resident_mib(pid: int) -> float:
+    """Returns the resident memory of a process, 0 if it has ended."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Returns the files in /dev/shm that the processes have mapped. Tests that run in parallel have other files there."""
+    """Returns the files in /dev/shm that these processes have mapped. Other files there belong to other tests."""
     maps = "\n".join(_maps(pid) for pid in pids)
     paths = {Path("/dev/shm", name) for name in re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE)}
     return {path for path in paths if path.exists()}

@@ -39,7 +39,7 @@ def rule(possible: Callable[[Any], object] = lambda machine: True) -> Callable[[
 
 
 def run_example(machine: type[RandomMachine], seed: int, rules: int) -> None:
-    """Applies `rules` random rules to a new machine, or fewer if none is possible. Each example prefers different rules."""
+    """Applies `rules` random rules to a new machine, or fewer if none is possible. Rules have random weights."""
     try:
         example = machine(Random(seed))
         methods = [method for method in vars(machine).values() if hasattr(method, "possible")]

@@ -57,7 +57,7 @@ NO_TORCH = (
     "schedule",
     "serve",
 )
-# The offline API imports these, and so does an engine that is connected with others. They need no package of the server.
+# The offline API imports these, and so does an engine with peers. They must need no package of the server.
 LIBRARY = [folder for folder, floor in CORE.items() if floor <= CORE["engine"]]
 LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/processes", "fleet/ray", "fleet/transfer"]
 OPTIONAL = [
@@ -133,7 +133,7 @@ class Tree:
 
 
 def folder_of(module: str) -> str:
-    """Returns the folder of a module below `hotset`. In `fleet` and `lab`, the name has two parts, like `fleet/router`."""
+    """Returns the folder of a module below `hotset`: one part of its name, or two in `fleet` and `lab`."""
     parts = [*module.split("."), "__init__"][1:]
     return "/".join(parts[: 2 if parts[0] in GROUPS and len(parts) > 2 else 1])
 

@@ -1,7 +1,7 @@
 """Checks that invariants that protect data raise InternalError, even in `python -O`, which removes asserts.
 
-Run as a script, this file violates the invariants in VIOLATIONS and prints what each violation raised. It uses only modules
-that import without torch, which takes seconds to import.
+Run as a script, this file violates the invariants in VIOLATIONS and prints what each raised. It uses only modules that
+start without torch, which takes seconds to import.
 """
 
 import ast

@@ -140,7 +140,7 @@ def unsupported_rows() -> list[str]:
 
 
 def test_the_document_has_the_rows_of_the_table() -> None:
-    """If this fails, replace the rows in docs/api.md by those of the two functions above."""
+    """If this fails, replace the rows in docs/api.md by the results of the two functions above."""
     document = (DOCS / "api.md").read_text()
     for heading, expected in (
         ("| field | why |\n|---|---|\n", ignored_rows()),

@@ -1,4 +1,4 @@
-"""What a service reports: the fingerprint of its answers, its load, and whether it has room for a long request."""
+"""A service reports the fingerprint of its answers, its load, and whether it has room for a long request."""
 
 import asyncio
 import time
@@ -70,7 +70,7 @@ async def test_defect_23_health_is_degraded_while_quarantine_leaves_no_room_for_
 
 
 class SilentClient:
-    """An engine client whose engine has answered once and then fails to."""
+    """An engine client whose engine has answered once, and does not answer any more."""
 
     def __init__(self, stats: EngineStats) -> None:
         self.newest_stats = ReceivedStats(stats, time.monotonic())
@@ -82,7 +82,7 @@ class SilentClient:
 
 
 @in_event_loop
-async def test_the_load_of_a_worker_that_does_not_answer_is_the_newest_one_known() -> None:
+async def test_if_a_worker_does_not_answer_its_newest_known_load_counts() -> None:
     client: Any = SilentClient(EngineStats(tokens_to_prefill=700))
     load = ServerLoad()
     for _ in range(3):

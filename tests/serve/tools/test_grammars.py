@@ -41,7 +41,7 @@ COMPILERS = {
 
 
 def ids_of(kind: str) -> dict[str, int]:
-    """The tokens that grammars name by their ids, as `Tokenizer.grammar_ids`."""
+    """Returns the ids of tokens that grammars name by id, like `Tokenizer.grammar_ids`."""
     added = TOKENIZERS[kind].get_added_tokens_decoder()
     return {
         token.content: token_id
