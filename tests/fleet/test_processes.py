@@ -1,4 +1,4 @@
-"""How a worker observes the end of a peer's process on the same machine, and finds stopped descendants of a process."""
+"""A worker observes the end of a peer's process on the same machine, and finds stopped descendants of a process."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from processes import pause
+from processes import pause, state_of
 from waiting import wait_until
 
 from hotset.fleet.processes import ProcessIdentity, find_stopped, has_ended, is_observable, this_process
@@ -41,11 +41,6 @@ def process() -> Iterator[tuple["subprocess.Popen[str]", ProcessIdentity]]:
         started.wait()
         started.stdin.close()
         started.stdout.close()
-
-
-def state_of(pid: int) -> str:
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
 
 
 def test_defect_23_a_process_has_ended_when_it_was_killed_even_if_its_parent_has_not_waited_for_it() -> None:

@@ -167,7 +167,9 @@ def test_the_fields_of_a_request_determine_the_prompt(
     assert prompt_of(app, engine, **fields) == prompt
 
 
-def test_a_message_continued_within_its_reasoning_goes_on_as_reasoning(app: Starlette, engine: ScriptedClient) -> None:
+def test_a_message_that_is_continued_within_its_reasoning_begins_with_reasoning(
+    app: Starlette, engine: ScriptedClient
+) -> None:
     engine.say("dd.</think>2<end>")
     messages = [*QUESTION, {"role": "assistant", "content": "<think>I a"}]
     (choice,) = ask(app, messages=messages, continue_final_message=True).choices

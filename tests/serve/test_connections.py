@@ -234,7 +234,7 @@ def test_a_client_that_stops_reading_is_disconnected_and_holds_little_memory() -
 
 
 @pytest.mark.slow
-def test_a_slow_reader_that_goes_on_reading_is_not_cut() -> None:
+def test_a_slow_reader_that_continues_to_read_is_not_disconnected() -> None:
     with running(send_seconds=2.0) as server, server.connect_slow_reader() as client:
         deadline = time.monotonic() + 6.0
         while time.monotonic() < deadline:

@@ -66,6 +66,6 @@ async def test_if_the_collector_is_down_few_traces_are_kept_and_one_warning_is_l
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "http://", "ftp://a", "http://a b"])
-def test_an_address_that_is_no_url_is_refused(url: str) -> None:
+def test_an_address_that_is_not_a_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--otlp takes the address of a collector"):
         ServeConfig(otlp=url)

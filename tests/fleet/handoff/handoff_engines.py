@@ -36,14 +36,7 @@ from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.handoff.timers import PeerTiming
 from hotset.fleet.processes import ProcessIdentity, this_process
 from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
-from hotset.schedule.handoffs import (
-    CancelFetch,
-    ContextPages,
-    DeviceEvent,
-    FirstTokenSampled,
-    HandoffKey,
-    RowsComputed,
-)
+from hotset.schedule.handoffs import CancelFetch, ContextPages, DeviceEvent, FirstTokenSampled, HandoffKey, RowsComputed
 
 if TYPE_CHECKING:
     from hotset.fleet.handoff.packing import StagingMemory  # imports torch, which would slow the start of processes

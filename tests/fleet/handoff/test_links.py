@@ -9,11 +9,11 @@ from multiprocessing.connection import Connection
 
 import pytest
 from handoff_engines import MODEL, SHORT_TIMING, THIS_PROCESS, DecodeEngine, PrefillEngine, make_memory
-from handoff_world import Clock, ScriptedChannel, World, open_world, prefill_process, prompt
+from handoff_world import ScriptedChannel, World, open_world, prefill_process, prompt
 from loopback import Fate, Hub, Loopback
 from processes import pause
 from sharded_memory import POISON
-from waiting import wait_until
+from waiting import Clock, wait_until
 
 from hotset.base.errors import StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -198,7 +198,7 @@ def test_a_replayed_refusal_does_not_end_handoffs() -> None:
     assert bench.events() == [] and bench.agent.stats().num_open == 1
 
 
-def test_a_peer_that_has_forgotten_this_worker_says_so_in_pong_and_an_older_pong_proves_nothing() -> None:
+def test_a_pong_reports_that_the_peer_has_forgotten_this_worker_unless_its_ping_was_sent_before_welcome() -> None:
     bench = Bench()
     key = bench.fetch()
     bench.work(seconds=1.1)

@@ -408,7 +408,7 @@ def test_the_highest_attempt_is_remembered_as_long_as_it_has_a_tombstone() -> No
     )
 
 
-def test_of_one_request_only_the_highest_attempt_counts() -> None:
+def test_only_the_highest_attempt_of_a_request_counts() -> None:
     bench, newer = Bench().start_handoff(), HandoffKey("r", 2)
     bench.receive(request(newer))
     actions = bench.actions()

@@ -137,7 +137,7 @@ def test_mooncake_refuses_the_setting_with_which_the_end_of_a_write_is_unknown(m
 def test_defect_13_a_write_that_failed_at_its_deadline_may_still_arrive(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
-    """Shows why FAILED_UNKNOWN exists: the peer was only paused. Meanwhile, a write to another peer ends."""
+    """FAILED_UNKNOWN exists for this case: the peer was only paused. Meanwhile, a write to another peer ends."""
     other = FarProcess("mooncake")
     mooncake.connect("slow", far.description)
     mooncake.connect("other", other.description)
