@@ -1,4 +1,4 @@
-"""The cost model against measured steps, and its parts against independent counts."""
+"""The cost model agrees with measured steps, and its parts agree with independent counts."""
 
 import sys
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_experts_that_no_token_uses_are_not_read() -> None:
     assert step.weights_s == pytest.approx((read - unused) / (4.8e12 * 0.85))
 
 
-def test_tensor_parallel_ranks_take_turns_on_no_layer_but_wait_for_links() -> None:
+def test_tensor_parallel_ranks_divide_weights_and_attention_and_wait_for_links() -> None:
     one, eight = costs_of("llama-3.3-70b"), costs_of("llama-3.3-70b", Split(tp_size=8))
     alone, split = one.decode(16, 8192), eight.decode(16, 8192)
     assert split.weights_s == pytest.approx(alone.weights_s / 8, rel=0.01)

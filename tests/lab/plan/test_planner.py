@@ -51,7 +51,7 @@ def test_the_best_split_has_the_best_figure_of_its_goal() -> None:
 @examples(2)
 @given(st.sampled_from([1, 2, 7]), st.integers(1, 1 << 20), st.integers(2, 1 << 24), st.integers(1, 1 << 16))
 @example(gpus=1, host_gib=1 << 20, context=2, requests=1 << 16)
-def test_machines_and_loads_that_meet_nowhere_have_a_plan(
+def test_every_combination_of_machine_and_load_has_a_plan(
     gpus: int, host_gib: int, context: int, requests: int
 ) -> None:
     machine = Machine(host_gib * GIB, find_gpu("rtx4090"), gpus)
