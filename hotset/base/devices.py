@@ -55,6 +55,16 @@ def pci_address(gpu: int) -> str | None:
     return address.value.decode().lower()
 
 
+def gpu_driver_version(root: Path = Path("/")) -> str | None:
+    """Returns the version of the loaded GPU driver, like "580.95.05". None if the folder `proc` of `root` has none."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"[0-9]+(\.[0-9]+)+", text)
+    return found and found.group()
+
+
 def has_gpu_driver() -> bool:
     """Returns whether this machine has the library or the files of a GPU driver. Without them, torch finds no GPU."""
     try:

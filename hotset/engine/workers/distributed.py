@@ -3,10 +3,11 @@
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import ConfigError
+from hotset.engine.workers.agreement import check_same_software, exchange, software_of
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.symmetric import (
     MAX_BYTES_BETWEEN_GPUS,
@@ -23,7 +25,7 @@ from hotset.engine.workers.symmetric import (
     allocate_staging,
 )
 from hotset.kernels.collectives import cuda_impl, reference
-from hotset.kernels.collectives.cuda_impl import MAX_RANKS
+from hotset.kernels.collectives.cuda_impl import MAX_RANKS, Staging
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.collectives import SINGLE_RANK, Collectives
@@ -133,17 +135,20 @@ class DistributedWorld:
         listener: socket.socket | None = None,
     ) -> None:
         on_gpu, size = device.type == "cuda", rank.split.size
-        group = _join_group(rank, "nccl" if on_gpu else "gloo", device if on_gpu else None, listener)
+        group, store = _join_group(rank, "nccl" if on_gpu else "gloo", device, listener)
         self.abort = AbortFlag(device)
         self.collectives: Collectives = SINGLE_RANK
         choice = "NCCL" if on_gpu else "gloo"
+        staging: Staging | None = None
         if size > 1:
             self.collectives = DistributedCollectives(group, rank.split.rank, size, device)
             obstacle = "of --collectives nccl" if collectives == "nccl" else None
             if on_gpu and obstacle is None:
                 obstacle = _obstacle_to_symmetric_memory(group, device, rank.node)
             if on_gpu and obstacle is None:
-                staging = allocate_staging(group, device, self.abort, rank.ranks_on_gpu)
+                allocate = partial(allocate_staging, group, device, self.abort, rank.ranks_on_gpu)
+                staging, obstacle = allocate_together(allocate, store, rank)
+            if staging is not None:
                 self.collectives = SymmetricCollectives(staging, self.abort, large=self.collectives)
                 choice = f"symmetric memory up to {MAX_BYTES_BETWEEN_GPUS >> 10} KiB, NCCL for larger messages"
             elif on_gpu:
@@ -165,7 +170,7 @@ class SymmetricWorld:
 
     def __init__(self, rank: WorkerRank, device: torch.device) -> None:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        group, all_workers = _join_group(rank, "gloo"), dist.group.WORLD
+        (group, _), all_workers = _join_group(rank, "gloo", device), dist.group.WORLD
         assert all_workers is not None, "init_process_group makes it"
         if (obstacle := _obstacle_to_symmetric_memory(all_workers, device, rank.node)) is not None:
             raise ConfigError(f"ranks cannot share GPUs, because {obstacle}: use one GPU for each rank")
@@ -185,25 +190,58 @@ class SymmetricWorld:
         cuda_impl.receive(self._inboxes, x, source)
 
 
-def _join_group(
-    rank: WorkerRank, backend: str, device: torch.device | None = None, listener: socket.socket | None = None
-) -> dist.ProcessGroup:
-    """Joins the process group through the rendezvous. Returns the group of this worker's stage."""
+class _Joined(NamedTuple):
+    group: dist.ProcessGroup  # of the workers of one stage
+    store: Any  # through which all workers can exchange texts
+
+
+def _join_group(rank: WorkerRank, backend: str, device: torch.device, listener: socket.socket | None = None) -> _Joined:
+    """Joins the process group through the rendezvous.
+
+    Raises ConfigError if workers run different software, or if NCCL cannot connect the GPUs.
+    """
     os.environ.update(_network_settings(rank))
-    dist.init_process_group(
-        backend,
-        store=_open_store(rank, listener),
-        rank=rank.number,
-        world_size=rank.workers,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device,
-    )
+    store = _open_store(rank, listener)
+    check_same_software(store, rank, software_of(device, rank.workers))
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank.number,
+            world_size=rank.workers,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if backend == "nccl" else None,  # NCCL connects now, not in the first step
+        )
+    except dist.DistBackendError as error:
+        *_, reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"NCCL cannot connect the GPUs: {reason}; `hotset doctor` tests them, NCCL_DEBUG=WARN shows more, and "
+            "NCCL_NVLS_ENABLE=0 helps where multicast (NVLS) fails"
+        ) from error
     size = rank.split.size
     # torch.distributed requires every process to create the groups of all stages, in the same order.
     groups: list[dist.ProcessGroup] = [
         dist.new_group(range(first, first + size), timeout=COLLECTIVE_TIMEOUT) for first in range(0, rank.workers, size)
     ]
-    return groups[rank.stage]
+    return _Joined(groups[rank.stage], store)
+
+
+def allocate_together(
+    allocate: Callable[[], Staging], store: Any, rank: WorkerRank
+) -> tuple[Staging | None, str | None]:
+    """Returns the staging buffers of this rank if all ranks of its group have theirs. Otherwise returns None, and what
+    failed: then none of them may use symmetric memory. Blocks until all of them have called this."""
+    try:
+        staging, failure = allocate(), ""
+    except RuntimeError as error:  # of the driver, or of torch
+        staging, failure = None, str(error).strip().partition("\n")[0] or repr(error)
+    size = rank.split.size
+    members = range(rank.stage * size, (rank.stage + 1) * size)
+    failures = exchange(store, f"symmetric memory of stage {rank.stage}", rank.number, members, failure)
+    for member, text in zip(members, failures, strict=True):
+        if text:
+            return None, f"symmetric memory fails on worker {member}: {text}"
+    return staging, None
 
 
 def _network_settings(rank: WorkerRank) -> dict[str, str]:

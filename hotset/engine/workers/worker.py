@@ -369,8 +369,7 @@ class Worker:
         """Waits for submitted steps and reports them. It runs in a separate thread, because on a GPU further steps are
         submitted meanwhile."""
         try:
-            if self._stage.device.type == "cuda":
-                torch.cuda.set_device(self._stage.device)
+            use_device(self._stage.device)
             while (step := self._submitted.get()) is not None:
                 result = None if step.submitted is None else step.submitted.result()
                 for event in (step.executed, step.mirrored):
