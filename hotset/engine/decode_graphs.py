@@ -56,6 +56,10 @@ class RunnerModel(Protocol):
         A pipeline stage that is not the last returns None.
         """
 
+    def forward_once(self, token_ids: Tensor, view: View) -> Tensor | None:
+        """Does what `forward` does, but computes only one layer of each kind, so that a start that tries many sizes of
+        steps loads all kernels in a short time. The result has no meaning."""
+
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
         """Returns the logits [n, vocab] of the tokens at the n `indices`, from the hidden states of all tokens of the
         step. None means all tokens."""

@@ -70,12 +70,18 @@ class Stage:
 
     def forward(self, token_ids: Tensor, view: View) -> Tensor | None:
         """Returns hidden states at the last stage, and None at all others."""
+        return self._forward(token_ids, view)
+
+    def forward_once(self, token_ids: Tensor, view: View) -> Tensor | None:
+        return self._forward(token_ids, view, once=True)
+
+    def _forward(self, token_ids: Tensor, view: View, *, once: bool = False) -> Tensor | None:
         if self._previous_worker is None:
             x = self._decoder.embed(token_ids)
         else:
             x = torch.empty(len(token_ids), self._decoder.hidden, dtype=self.dtype, device=self.device)
             self._world.receive(x, self._previous_worker)
-        x = self._decoder.run_layers(x, view)
+        x = self._decoder.run_layers(x, view, once=once)
         if self._next_worker is None:
             return x
         self._world.send(x, self._next_worker)
