@@ -42,7 +42,14 @@ class RandomTensors:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def announce(self, name: str, shape: tuple[int, ...], rows: range | None) -> None:
+        pass
+
+    def read(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Tensor:
+        values = self._draw(name, shape)
+        return values if rows is None else values[rows.start : rows.stop]
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -33,7 +33,8 @@ class Storages(DummySource):
         super().__init__(CPU, 0, FP8_CHECKPOINT)
         self.tensors: dict[str, torch.Tensor] = {}
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def read(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Weight:
+        assert rows is None, "the whole model is read"
         weight = super().read(name, shape)
         if isinstance(weight, Fp8Weight):
             self.tensors |= {name: weight.codes, f"{name}_scale_inv": weight.scales}
