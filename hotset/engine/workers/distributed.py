@@ -37,6 +37,10 @@ LOGGER = logging.getLogger("hotset.engine")
 # A rank waits at most this long for another rank within a step. A step may take any time while its layers advance, and
 # the controller ends workers that are dead, stopped or do not advance much earlier.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
+# NCCL connects ranks, and takes buffers for it, at the first message of each kind, and it has several ways to exchange
+# messages of one kind, by their size. These are exchanged before memory is measured.
+FIRST_MESSAGES_NCCL = (1 << 10, 1 << 19, 1 << 24)
+FIRST_MESSAGES_GLOO = (1 << 10,)
 
 
 class World(Protocol):
@@ -146,8 +150,11 @@ class DistributedWorld:
         self.collectives: Collectives = SINGLE_RANK
         choice = "NCCL" if on_gpu else "gloo"
         staging: Staging | None = None
+        first_messages = FIRST_MESSAGES_NCCL if on_gpu else FIRST_MESSAGES_GLOO
         if size > 1:
-            self.collectives = DistributedCollectives(group, rank.split.rank, size, device)
+            ranks = DistributedCollectives(group, rank.split.rank, size, device)
+            ranks.connect(first_messages, data_parallel=rank.split.dp_size > 1)
+            self.collectives = ranks
             obstacle = "of --collectives nccl" if collectives == "nccl" else None
             if on_gpu and obstacle is None:
                 obstacle = _obstacle_to_symmetric_memory(group, device, rank.node)
@@ -159,6 +166,10 @@ class DistributedWorld:
                 choice = f"symmetric memory up to {MAX_BYTES_BETWEEN_GPUS >> 10} KiB, NCCL for larger messages"
             elif on_gpu:
                 choice = f"NCCL, because {obstacle}"
+        self._connect_stages(rank, first_messages, device)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
         _log_choice(rank, choice)
 
     def send(self, x: Tensor, to: int) -> None:
@@ -166,6 +177,15 @@ class DistributedWorld:
 
     def receive(self, x: Tensor, source: int) -> None:
         dist.recv(x, source)
+
+    def _connect_stages(self, rank: WorkerRank, message_bytes: Sequence[int], device: torch.device) -> None:
+        """Sends messages of these sizes from each stage to the next."""
+        for nbytes in message_bytes if rank.stages > 1 else ():
+            x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            if rank.stage > 0:
+                self.receive(x, rank.number - rank.split.size)
+            if rank.stage < rank.stages - 1:
+                self.send(x, rank.number + rank.split.size)
 
 
 class SymmetricWorld:
@@ -311,6 +331,22 @@ class DistributedCollectives:
         self.tokens_per_rank: Sequence[int] = ()
         self._group = group
         self._on_gpu = device.type == "cuda"
+
+    def connect(self, message_bytes: Sequence[int], *, data_parallel: bool) -> None:
+        """Exchanges messages of these sizes through all operations that steps use. All ranks must call it."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        for nbytes in message_bytes:
+            x = torch.zeros(1, nbytes // 2, dtype=torch.bfloat16, device=device)
+            if data_parallel:
+                self.tokens_per_rank = [1] * self.size
+                self.all_gather_tokens(x)
+                self.reduce_scatter(x.expand(self.size, -1))
+            else:
+                self.all_reduce(x)
+                self.all_gather_columns(x)
+                self.broadcast(x)
+        self.tokens_per_rank = ()
+        self.barrier()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._on_gpu:
