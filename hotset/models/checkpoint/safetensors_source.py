@@ -33,6 +33,9 @@ class SafetensorsSource:
         self._directory = directory
         self._spec = spec
         self._reader, self._ranks = reader, ranks
+        self._views: dict[
+            str, torch.Tensor
+        ] = {}  # those that were asked for: making one takes a tenth of a millisecond
         self._first_bytes: dict[Path, dict[str, int]] = {}  # of the tensors in each file, if there is a reader
         self._formats = readable_formats(spec.weight_formats)
         self._file_of: dict[str, Path] = {}
@@ -105,6 +108,7 @@ class SafetensorsSource:
         names = tensor_names(self._spec)
         used = {stored for name in names for stored in self.format_of(name).stored_names(name)}
         self._handles.clear()
+        self._views.clear()
         if self._reader is not None:
             self._reader.close()
         check_unused_tensors(str(self._directory), self._file_of.keys() - used, self._spec)
@@ -139,6 +143,8 @@ class SafetensorsSource:
 
     def _mapped(self, name: str) -> torch.Tensor:
         """Returns the stored tensor as a view of the mapped file, of which no byte has been read."""
+        if name in self._views:
+            return self._views[name]
         path = self._file_of.get(name)
         if path is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
@@ -146,4 +152,5 @@ class SafetensorsSource:
             stored: torch.Tensor = self._handles[path].get_tensor(name)
         except SafetensorError as error:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from error
+        self._views[name] = stored
         return stored
