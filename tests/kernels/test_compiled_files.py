@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hotset.kernels import cuda_source
 from hotset.kernels.compiled_files import CompiledFiles, _with_included, key_of
@@ -173,3 +174,17 @@ def test_the_key_contains_all_included_files_of_a_real_kernel() -> None:
     names = {str(path.relative_to(kernels)) for path in _with_included(source, (source.parent, kernels))}
     assert {"swap_in/plan.cu", "swap_in/victims.cu", "block.cu"} <= names
     assert key_of(source, (kernels,), ()).startswith("swap_in-plan-")
+
+
+@pytest.mark.gpu
+def test_a_kernel_from_disk_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, constants = (
+        Path(cuda_source.__file__).parent / "page_copy" / "kernel.cu",
+        {"THREADS": 256, "SHARED_BYTES": 7296},
+    )
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    first = cuda_source._load_or_compile(source, constants, arch, CompiledFiles(tmp_path / "kernels"))
+    assert first.get_kernel("copy_pieces") is not None
+    monkeypatch.setattr(cuda_source, "compile_source", None)
+    second = cuda_source._load_or_compile(source, constants, arch, CompiledFiles(tmp_path / "kernels"))
+    assert second.get_kernel("copy_pieces") is not None and bytes(second.code) == bytes(first.code)

@@ -269,3 +269,24 @@ def test_only_a_gpu_gets_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not made
     open_weights(files, torch.bfloat16, "cuda:1")
     assert made == [torch.device("cuda:1")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("small", [True, False])
+def test_a_gpu_gets_the_bytes_of_the_file_while_it_still_uses_the_ones_before(file: Path, small: bool) -> None:
+    """Staging memory is used again for later ranges, while slow work on the earlier ones is queued."""
+    device, stored = torch.device("cuda:0"), torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+    slow = torch.randn(4096, 4096, device=device)
+    ranges = [file_range(file, first, 9000 + 7 * first % 5000) for first in range(0, 84_000, 700)] * 5
+    copies = []
+    with closing(ParallelReader(device, **(SMALL if small else {}))) as reader:
+        for wanted in ranges:
+            reader.announce(wanted)
+        for wanted in ranges:
+            reader.release()
+            read = reader.read(wanted)
+            slow = slow @ slow * 1e-2
+            copies.append(read.clone())
+        torch.cuda.synchronize()
+    for wanted, copy in zip(ranges, copies, strict=True):
+        assert torch.equal(copy.cpu(), stored[wanted.first : wanted.first + wanted.nbytes])

@@ -62,7 +62,6 @@ class ParallelReader:
         self._announced: deque[FileRange] = deque()
         self._ahead: deque[_Pending] = deque()  # are being read, in the order of `_announced`
         self._in_use: list[_Pending] = []  # were returned since the last `release`
-        self._released: torch.cuda.Event | None = None  # the caller's work on what it has released
 
     def announce(self, wanted: FileRange) -> None:
         """Says that `read` will be called with this range, after those that were announced before."""
@@ -85,9 +84,8 @@ class ParallelReader:
         return pending.target
 
     def release(self) -> None:
-        """Says that what `read` returned is not used by work that the caller queues from now on."""
-        if self._in_use and self._device.type == "cuda":
-            self._released = torch.cuda.current_stream(self._device).record_event()
+        """Says that what `read` returned is not used by work that the caller queues from now on. The caller stays on
+        one stream."""
         for pending in self._in_use:
             self._staging.free(pending.target)
         self._in_use = []
@@ -134,7 +132,8 @@ class ParallelReader:
     def _begin(self, wanted: FileRange, target: Tensor) -> "_Pending":
         file, step = self._file(wanted), self._buffer_bytes
         begin, end = wanted.first // ALIGNMENT * ALIGNMENT, wanted.first + wanted.nbytes
-        after = self._released
+        # Work that the caller has queued may still use what this memory had before.
+        after = torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
         pieces = []
         for offset in range(begin, end, step):
             first, last = max(offset, wanted.first), min(offset + step, end)
@@ -208,7 +207,7 @@ class _Buffer:
         context: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:
             if after is not None:
-                self._stream.wait_event(after)  # earlier work may still read what this memory had before
+                self._stream.wait_event(after)
             context = torch.cuda.stream(self._stream)
         with context:
             part.copy_(self._memory[skipped : skipped + part.numel()], non_blocking=True)
