@@ -23,9 +23,10 @@ from hotset.lab.plan.capacity import plan_capacity
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import H200, Machine
 from hotset.lab.plan.model_configs import find_config
+from hotset.lab.plan.pipeline import SimulatedClock
 from hotset.lab.plan.products import product_rates, prompt_work
 from hotset.lab.simulate.prompts import Arrival, arrivals, page_hashes
-from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost, StepWork, work_of
+from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, StepCost, StepWork, work_of
 from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.feed_forward import ROUTED
