@@ -29,6 +29,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers.distributed import Stage
 from hotset.engine.workers.worker import Worker
+from hotset.memory.view import View
 from hotset.models.decoder import Decoder
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
@@ -364,6 +365,35 @@ def test_a_step_that_hangs_ends_the_engine_and_is_named_with_its_worker(monkeypa
             workers.submit([Plan(1, (), (), (), (), ())]).results()
         assert advanced.is_set(), "the controller must show progress while it waits for its workers"
         release.set()
+
+
+def test_stages_compute_different_chunks_of_one_prompt_at_the_same_time() -> None:
+    """The second stage ends a chunk only when the first has begun the next one."""
+    begun, overlaps = [threading.Event() for _ in range(4)], []
+
+    def watch(decoder: Decoder, split: Split) -> None:
+        run_layers, chunks = decoder.run_layers, iter(range(4))
+
+        def run(x: Tensor, view: View) -> Tensor:
+            chunk = next(chunks, None)
+            if chunk is not None and split.first_layer == 0:
+                begun[chunk].set()
+            elif chunk is not None and chunk < 3:
+                overlaps.append(begun[chunk + 1].wait(DEADLINE_S))
+            return run_layers(x, view)
+
+        decoder.run_layers = run  # type: ignore[method-assign]
+
+    prompt, params = list(range(40)), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    settings: dict[str, Any] = SMALL | {"max_num_batched_tokens": 10, "device_kv_tokens": 400}
+    tokens: list[int] = []
+    with closing(split_engine(SPECS["qwen3"], SEED, on_load=watch, pipeline_parallel_size=2, **settings)) as engine:
+        engine.add(*InputProcessor(engine.card, seed=0).accept("0", prompt, params))
+        while not engine.idle:  # not `run_all`, whose audits wait for all steps in flight
+            tokens += engine.step().token_ids
+    assert overlaps == [True] * 3
+    (answer,) = run_all(whole_engine(SPECS["qwen3"], SEED, **settings), [prompt], [params])
+    assert tokens == answer.token_ids
 
 
 def test_statistics_do_not_wait_for_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
