@@ -71,8 +71,8 @@ class EngineConfig(EngineSettings):
             )
         if self.data_parallel_size > 1 and self.role == "prefill":
             raise ConfigError(
-                "--role prefill does not support --data-parallel-size; use --pipeline-parallel-size, whose stages compute "
-                "chunks of a prompt at the same time, or start several prefill engines, like 2P1D"
+                "--role prefill does not support --data-parallel-size; use --pipeline-parallel-size, whose stages "
+                "compute chunks of a prompt at the same time, or start several prefill engines, like 2P1D"
             )
         if (counts := self.stage_layers) is not None and len(counts) != stages:
             raise ConfigError(

@@ -71,7 +71,7 @@ WRONG_PREFILL_ARGS = {
     "--handoff-secret s3cret-that-is-long": "--handoff-secret cannot be set for one engine",
     "--kv-events tcp://127.0.0.1:5557": "prefill 1: --disaggregate gives each engine its own ports; use port 0",
     "--gpus 0,0": "prefill 1: --gpus 0,0 has GPU 0 twice",
-    "--data-parallel-size 2": "prefill 1: --role prefill does not support --data-parallel-size; use --pipeline-parallel-size",
+    "--data-parallel-size 2": "prefill 1: --role prefill does not support --data-parallel-size; use --pipeline",
 }
 
 

@@ -56,6 +56,10 @@ def test_every_combination_of_machine_and_load_has_a_plan(
     gpus: int, host_gib: int, context: int, requests: int
 ) -> None:
     machine = Machine(host_gib * GIB, find_gpu("rtx4090"), gpus)
+    if context > find_config("qwen3-8b").spec.context:
+        with pytest.raises(ConfigError, match="--contexts must lie between 2 and 40960"):
+            plan_of("qwen3-8b", machine, contexts=(context,), max_num_seqs=requests)
+        return
     plan = plan_of("qwen3-8b", machine, contexts=(context,), max_num_seqs=requests)
     assert json.loads(json.dumps(plan.to_json(), allow_nan=False))["splits"]
 
