@@ -184,7 +184,7 @@ class RankCosts:
         """
         tokens = decodes + sum([last - first for first, last in chunks])
         products = sum([self.prefill_seconds(*chunk, expert_share) for chunk in chunks])
-        return max(self.decode_rates(tokens).whole_s, products + self._links_seconds(tokens))
+        return max(self.decode_rates(tokens).fixed_s, products + self._links_seconds(tokens))
 
     def prefill_seconds(self, first: int, last: int, expert_share: float = 1.0) -> float:
         """Returns the time of the products of tokens [first, last) of a prompt.

@@ -122,7 +122,7 @@ def test_collectives_of_a_chunk_carry_as_many_rows_of_each_rank_as_the_longest_h
         assert costs.prompt_step_seconds(chunks, 1 / 8, decodes) == pytest.approx(products + links_s)
     assert spec.moe is not None and len(spec.moe.layers) == moe_layers
     # A prompt of a few tokens takes as long as it takes to read the weights.
-    assert costs.prompt_step_seconds([(0, 4)]) == costs.decode_rates(4).whole_s > 3 * costs.prefill_seconds(0, 4)
+    assert costs.prompt_step_seconds([(0, 4)]) == costs.decode_rates(4).fixed_s > 3 * costs.prefill_seconds(0, 4)
 
 
 def test_a_bus_of_half_the_speed_is_busy_for_twice_as_long() -> None:
