@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from hotset.base.address import Address, ControlPort, is_loopback, normalized_host
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.rdma import rdma_devices
 
 LOOPBACK_INTERFACE = "lo"
-RDMA_DEVICES = "/sys/class/infiniband"
 MAX_INTERFACE_NAME = 16  # IFNAMSIZ of Linux
 
 
@@ -200,11 +200,6 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
     finally:
         libc.freeifaddrs(first)
     return found
-
-
-def rdma_devices() -> list[str]:
-    """Returns the names of the RDMA devices of this machine, without ports, like mlx5_0."""
-    return os.listdir(RDMA_DEVICES) if os.path.isdir(RDMA_DEVICES) else []
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:

@@ -23,6 +23,7 @@ from ray.experimental import internal_kv
 
 from hotset.base.address import WILDCARD_HOSTS
 from hotset.base.errors import ConfigError, HeadLost, StartupError
+from hotset.base.rdma import SYSFS, with_active_ports
 from hotset.base.settings import flag_words
 from hotset.engine.progress import StallTimer
 from hotset.fleet.child_process import ChildProcess
@@ -64,8 +65,9 @@ class Launch:
 class Supervisor:
     """The actor. Its methods run on one event loop."""
 
-    def __init__(self, launch: Launch) -> None:
-        self._launch = launch
+    def __init__(self, launch: Launch, sysfs: Path = SYSFS) -> None:
+        """The RDMA devices of the node are below `sysfs`."""
+        self._launch, self._sysfs = launch, sysfs
         self._policy: Restart = launch.spec.restart
         self._node = ray.get_runtime_context().get_node_id()
         self._is_started = False
@@ -152,6 +154,10 @@ class Supervisor:
             settings = {"host": host, **spec.router_settings(), "workers_file": f"{self._folder}/{WORKERS_FILE}"}
             return ["router", *_flags(settings)], host if settings["host"] in WILDCARD_HOSTS else settings["host"]
         settings = {**spec.engine_settings(role), "host": host, "port": 0, "control": f"{host}:0"}
+        interface = settings.get("transfer_interface")
+        if interface is not None and settings.get("transfer", "nixl") == "nixl":
+            gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+            settings["transfer_interface"] = with_active_ports(interface, gpus, self._sysfs)
         return ["serve", spec.model, *_flags(settings)], host
 
     def _write_workers(self, workers: Mapping[str, Sequence[str]]) -> None:

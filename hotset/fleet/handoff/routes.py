@@ -8,12 +8,15 @@ chooses where contexts land.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from hotset.base.errors import TransferError
+from hotset.base.rdma import SYSFS, active_ports
 from hotset.engine.ports import Route
 from hotset.fleet.handoff.messages import MemoryRange
 from hotset.fleet.transfer.api import Transfer, Writes, WriteState
@@ -37,10 +40,16 @@ Probes = Mapping[str, MemoryRange]  # by the value of MemoryKind
 
 
 def measure_routes(
-    transfer: Transfer, peer: str, local: Probes, remote: Probes, clock: Callable[[], float] = time.monotonic
+    transfer: Transfer,
+    peer: str,
+    local: Probes,
+    remote: Probes,
+    clock: Callable[[], float] = time.monotonic,
+    sysfs: Path = SYSFS,
 ) -> tuple[Route, ...]:
     """Measures the route from every kind of `local` probe memory to every kind of `remote` probe memory, the peer's.
     Leaves out routes on which writes fail. Blocks for at most a few seconds. The peer must be connected.
+    Warns if routes use TCP although this machine, whose devices are below `sysfs`, has active RDMA ports.
 
     Raises TransferError if both sides have probes, but no route between them works.
     """
@@ -56,8 +65,19 @@ def measure_routes(
             f"({transfer.transport()}); check that --transfer-interface names a network that connects both workers, "
             "that no firewall closes it, and that UCX_TLS, if it is set, is the same on both sides"
         )
-    LOGGER.info("routes to %s: %s", peer, show_routes(routes) or "not measured")
+    transport = transfer.transport()
+    LOGGER.info("routes to %s over %s: %s", peer, transport, show_routes(routes) or "not measured")
+    if uses_tcp(transport) and (ports := active_ports(sysfs=sysfs)):
+        text = "KV travels to %s over TCP, %s, although this machine has active RDMA ports; %s, on both sides"
+        LOGGER.warning(text, peer, transport, f"give --transfer-interface {','.join(ports)}")
     return tuple(routes)
+
+
+def uses_tcp(transport: str) -> bool:
+    """Returns whether the text of `Transfer.transport` names a kind of connection that has only TCP, and not on
+    loopback."""
+    kinds = [re.findall(r"(\w+)/([\w:.]+)", kind) for kind in transport.split(";")]
+    return any(kind and all(name == "tcp" and device != "lo" for name, device in kind) for kind in kinds)
 
 
 def show_routes(routes: Sequence[Route]) -> str:

@@ -119,7 +119,8 @@ class Transfer(Protocol):
         """Returns the state of a list. A state other than PENDING is final."""
 
     def transport(self) -> str:
-        """Returns a readable name of the transport that carries the bytes."""
+        """Returns a text like `UCX (cma/memory, tcp/lo; rc_mlx5/mlx5_0:1)`, with the transports and devices of each kind
+        of connection."""
 
     def throughput(self) -> Throughput: ...
 
