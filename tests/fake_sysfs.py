@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def fake_sysfs(root: Path, ports: Mapping[str, str], slots: Mapping[str, str], numa: Mapping[str, int] = {}) -> Path:
-    """Creates the directory. `ports` are the states of the first ports of RDMA devices. `slots` are the paths of devices
-    and GPUs (`gpu0`, …) below /sys/devices, and `numa` the NUMA nodes of those that are not at node 0."""
+    """Creates the directory. `ports` are the states of the first ports of RDMA devices. `slots` are the paths of
+    devices and GPUs (`gpu0`, …) below /sys/devices, and `numa` the NUMA nodes of those that are not at node 0."""
     for name, slot in slots.items():
         device = root / "devices" / slot
         device.mkdir(parents=True)

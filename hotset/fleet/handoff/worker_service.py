@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, listeners
 from hotset.engine.ports import Messages
@@ -52,7 +52,7 @@ class TransferService:
         known = [] if on_this_machine else [listener.address for listener in listeners()]  # opened by Ray
 
         def open_endpoint() -> Transfer:
-            opened = self.open_transfer(self.settings)
+            opened = self.open_transfer(replace(self.settings, device=str(pool.device)))
             for region in registered:
                 opened.register(region)
             interfaces = (LOOPBACK_INTERFACE, *self.settings.interface.split(","))
