@@ -1,0 +1,334 @@
+"""Engines and handoffs between two nodes, which are namespaces of this machine connected by virtual networks."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from engine.ray_nodes import SETTINGS, sparse_model
+from two_nodes import GIVEN, RAY_PORT, Node, two_nodes
+from waiting import wait_until
+
+from hotset import LLM, SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+START_SECONDS, ANSWER_SECONDS, NOTICED_SECONDS, SERVED_SECONDS = 120.0, 60.0, 10.0, 90.0
+LONG: dict[str, Any] = SETTINGS | {"max_model_len": 4096, "device_kv_tokens": 4200, "host_kv_tokens": 8192}
+del LONG["progress"]
+PROMPTS = [[position * step % 60 for position in range(length)] for step, length in ((1, 1), (7, 25), (11, 33))]
+LONG_PROMPT = [position % 60 for position in range(1500)]
+TOKENS = 12
+SECRET = "a secret that both nodes share"
+SPLITS = {"TP2": {"tensor_parallel_size": 2}, "PP2": {"pipeline_parallel_size": 2}}
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    ended: bool = False
+    error: str | None = None
+
+
+class NodeEngine:
+    """An engine that runs on a node (node_engine.py)."""
+
+    def __init__(self, node: Node, folder: Path, **settings: Any) -> None:
+        self.log = folder / f"engine-{node.number}-{time.monotonic_ns()}.log"
+        with self.log.open("w") as log:
+            command = [sys.executable, "-m", "engine.node_engine", json.dumps(LONG | settings)]
+            self.process = node.start(*command, log=log, stdin=subprocess.PIPE)
+        self.answers: dict[str, Answer] = {}
+        self.reports: list[dict[str, Any]] = []
+        self._ready: list[str | None] = []
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            line = json.loads(text)
+            if "control" in line:
+                self._ready.append(line["control"])
+            elif "name" not in line:
+                self.reports.append(line)
+            elif "end" in line:
+                self.answers[line["name"]].error = line["end"]
+                self.answers[line["name"]].ended = True
+            else:
+                self.answers[line["name"]].tokens += line["token_ids"]
+
+    def wait_ready(self) -> str | None:
+        """Waits until the engine serves, and returns its control address."""
+        assert wait_until(lambda: self._ready or self.process.poll() is not None, START_SECONDS), self.log.read_text()
+        assert self._ready, self.log.read_text()
+        return self._ready[0]
+
+    def _write(self, **line: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(line) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, name: str, prompt: list[int], tokens: int = TOKENS, prefill_at: str | None = None) -> Answer:
+        self.answers[name] = Answer()
+        self._write(name=name, prompt=prompt, tokens=tokens, prefill_at=prefill_at)
+        return self.answers[name]
+
+    def tokens(self, name: str, prompt: list[int], prefill_at: str | None = None) -> list[int]:
+        answer = self.ask(name, prompt, prefill_at=prefill_at)
+        assert wait_until(lambda: answer.ended, ANSWER_SECONDS), self.log.read_text()
+        assert answer.error is None, answer.error
+        return answer.tokens
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the statistics after the engine has audited itself."""
+        count = len(self.reports)
+        self._write(stats=[])
+        assert wait_until(lambda: len(self.reports) > count, ANSWER_SECONDS)
+        return self.reports[-1]
+
+    def end(self) -> None:
+        """Ends the engine, and waits until its program has ended."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(ANSWER_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return sparse_model(tmp_path_factory.mktemp("model"))
+
+
+def of_one_process(model: str, prompts: list[list[int]], tokens: int = TOKENS) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    with LLM(model, **LONG, progress=False) as single:
+        outputs = single.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[list[int]]:
+    """What one process answers to PROMPTS."""
+    return of_one_process(model, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[Node, Node]]:
+    with two_nodes() as started:
+        yield started
+
+
+@dataclass
+class RayCluster:
+    nodes: tuple[Node, Node]
+    log: IO[str]
+
+    @property
+    def address(self) -> str:
+        return f"{self.nodes[0].address}:{RAY_PORT}"
+
+    def start(self) -> None:
+        """Starts the nodes of Ray that do not run."""
+        for node in self.nodes:
+            node.start_ray(self.nodes[0].address, self.log)
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes: tuple[Node, Node], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    with (tmp_path_factory.mktemp("ray") / "log").open("w+") as log:
+        started = RayCluster(nodes, log)
+        started.start()
+        yield started
+
+
+def workers_on(node: Node) -> list[int]:
+    """Returns the processes of workers of engines that Ray has started on a node."""
+    return [pid for pid, command in node.commands().items() if "WorkerStub" in command]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_ranks_on_two_nodes_give_the_tokens_of_one_process(
+    model: str, expected: list[list[int]], cluster: RayCluster, tmp_path: Path, split: str
+) -> None:
+    engine = NodeEngine(
+        cluster.nodes[0], tmp_path, model=model, executor="ray", ray_address=cluster.address, **SPLITS[split]
+    )
+    engine.wait_ready()
+    assert [len(workers_on(node)) for node in cluster.nodes] == [1, 1]
+    assert [engine.tokens(f"{number}", prompt) for number, prompt in enumerate(PROMPTS)] == expected
+    assert engine.stats()["held"] == 0
+    engine.end()
+    assert all(wait_until(lambda node=node: not workers_on(node)) for node in cluster.nodes)
+
+
+def serves_again(
+    model: str, expected: list[list[int]], cluster: RayCluster, folder: Path, split: str, lost_at: float
+) -> None:
+    """Starts engines until one serves, like the supervisor of an engine. Restarts the nodes of Ray that have ended."""
+    while True:
+        cluster.start()
+        engine = NodeEngine(
+            cluster.nodes[0], folder, model=model, executor="ray", ray_address=cluster.address, **SPLITS[split]
+        )
+        assert wait_until(lambda engine=engine: engine._ready or engine.process.poll() is not None, START_SECONDS)
+        if engine._ready:
+            break
+        assert time.monotonic() - lost_at < SERVED_SECONDS, engine.log.read_text()
+    assert [engine.tokens(f"{number}", prompt) for number, prompt in enumerate(PROMPTS)] == expected
+    engine.end()
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_link_that_is_cut_during_decoding_ends_the_engine_with_an_error_that_names_the_node(
+    model: str, expected: list[list[int]], cluster: RayCluster, tmp_path: Path, split: str
+) -> None:
+    near, far = cluster.nodes
+    engine = NodeEngine(near, tmp_path, model=model, executor="ray", ray_address=cluster.address, **SPLITS[split])
+    engine.wait_ready()
+    answer = engine.ask("long", PROMPTS[1], tokens=2000)
+    assert wait_until(lambda: len(answer.tokens) > TOKENS)
+    far.set_link("down")
+    lost_at = time.monotonic()
+    try:
+        assert wait_until(lambda: answer.ended), "the loss was not noticed"
+        noticed = time.monotonic() - lost_at
+        assert answer.error is not None and answer.tokens[:TOKENS] == expected[1]
+        assert re.match(rf"EngineStopped: .*worker 1 \(.* node {re.escape(far.address)}/\w+\) died", answer.error)
+        assert noticed < NOTICED_SECONDS
+        engine.end()
+        for node in cluster.nodes:
+            assert wait_until(lambda node=node: not workers_on(node)), f"a worker of {node.address} still runs"
+    finally:
+        far.set_link("up")
+    print(f"noticed after {noticed:.1f} s", file=sys.stderr)
+    serves_again(model, expected, cluster, tmp_path, split, time.monotonic())
+
+
+@dataclass
+class Pair:
+    """A decode engine on the first node, and a prefill engine on the second one."""
+
+    decode: NodeEngine
+    prefill: NodeEngine
+    control: str  # address of the prefill engine
+
+    def hand_over(self, name: str, prompt: list[int]) -> list[int]:
+        return self.decode.tokens(name, prompt, self.control)
+
+    def end(self) -> None:
+        for engine in (self.decode, self.prefill):
+            stats = engine.stats()
+            assert (stats["held"], stats["quarantined"]) == (0, 0), stats
+            engine.end()
+
+
+def start_pair(nodes: tuple[Node, Node], folder: Path, model: str, transfer: str) -> Pair:
+    common = {"model": model, "transfer": transfer, "transfer_interface": GIVEN, "handoff_secret": SECRET}
+    engines = [
+        NodeEngine(node, folder, role=role, control=f"{node.address}:0", **common)
+        for node, role in zip(nodes, ("decode", "prefill"), strict=True)
+    ]
+    controls = [engine.wait_ready() for engine in engines]
+    assert controls[1] is not None
+    return Pair(engines[0], engines[1], controls[1])
+
+
+each_transfer = pytest.mark.parametrize("transfer", ["nixl", "mooncake"])
+
+
+@each_transfer
+def test_contexts_of_one_node_land_on_the_other_with_the_tokens_of_one_process(
+    model: str, expected: list[list[int]], nodes: tuple[Node, Node], tmp_path: Path, transfer: str
+) -> None:
+    pytest.importorskip(transfer)
+    pair = start_pair(nodes, tmp_path, model, transfer)
+    assert [pair.hand_over(f"{number}", prompt) for number, prompt in enumerate(PROMPTS)] == expected
+    assert pair.decode.stats()["landed"] == len(PROMPTS)
+    log = pair.prefill.log.read_text()
+    assert re.search(rf"routes to {nodes[0].address}:\d+ over \w+ \(tcp/{GIVEN}\): host to host", log), log
+    pair.end()
+
+
+@each_transfer
+def test_a_link_that_is_cut_during_a_handoff_ends_the_request_and_the_next_ones_are_served(
+    model: str, expected: list[list[int]], nodes: tuple[Node, Node], tmp_path: Path, transfer: str
+) -> None:
+    pytest.importorskip(transfer)
+    near, far = nodes
+    (expected_long,) = of_one_process(model, [LONG_PROMPT])
+    pair = start_pair(nodes, tmp_path, model, transfer)
+    assert pair.hand_over("before", PROMPTS[1]) == expected[1]
+    sent = sent_bytes(far)
+    answer = pair.decode.ask("cut", LONG_PROMPT, prefill_at=pair.control)
+    assert wait_until(lambda: sent_bytes(far) > sent + 100_000), "no rows travel"
+    far.set_link("down")
+    lost_at = time.monotonic()
+    try:
+        assert wait_until(lambda: answer.ended), "the loss was not noticed"
+        noticed = time.monotonic() - lost_at
+        assert answer.error is not None and answer.error.startswith("HandoffLost: "), answer
+        assert pair.control in answer.error and noticed < NOTICED_SECONDS
+        assert pair.decode.tokens("local", PROMPTS[2]) == expected[2], "the decode engine serves on"
+        for engine in (pair.decode, pair.prefill):
+            assert wait_until(lambda engine=engine: is_clean(engine.stats())), engine.log.read_text()
+    finally:
+        far.set_link("up")
+    print(f"noticed after {noticed:.1f} s", file=sys.stderr)
+    assert pair.hand_over("after", LONG_PROMPT) == expected_long
+    pair.end()
+
+
+def is_clean(stats: dict[str, Any]) -> bool:
+    return (stats["held"], stats["quarantined"], stats["running"]) == (0, 0, 0)
+
+
+def sent_bytes(node: Node) -> int:
+    return int(node.run("cat", f"/sys/class/net/{GIVEN}/statistics/tx_bytes"))
+
+
+@pytest.mark.parametrize(
+    "discipline", ["netem delay 50ms rate 10mbit", "tbf rate 10mbit burst 32kbit latency 400ms"], ids=["netem", "tbf"]
+)
+def test_over_a_slow_link_answers_are_right_and_nothing_times_out(
+    model: str, expected: list[list[int]], cluster: RayCluster, tmp_path: Path, discipline: str
+) -> None:
+    for node in cluster.nodes:
+        done = node.try_run("tc", "qdisc", "replace", "dev", GIVEN, "root", *discipline.split())
+        if done.returncode != 0:
+            pytest.skip(f"this machine cannot slow down a link: {done.stderr.strip()}")
+    try:
+        engine = NodeEngine(
+            cluster.nodes[0], tmp_path, model=model, executor="ray", ray_address=cluster.address, **SPLITS["PP2"]
+        )
+        engine.wait_ready()
+        assert [engine.tokens(f"{number}", prompt) for number, prompt in enumerate(PROMPTS)] == expected
+        engine.end()
+        pair = start_pair(cluster.nodes, tmp_path, model, "nixl")
+        assert [pair.hand_over(f"{number}", prompt) for number, prompt in enumerate(PROMPTS)] == expected
+        assert "retries" not in pair.decode.log.read_text()
+        pair.end()
+    finally:
+        for node in cluster.nodes:
+            node.run("tc", "qdisc", "del", "dev", GIVEN, "root")
+
+
+def test_nothing_listens_on_an_interface_that_it_was_not_given(model: str, cluster: RayCluster, tmp_path: Path) -> None:
+    """Engines, their ranks and transfer engines. Ray's own processes, and its own ports in ours, listen everywhere."""
+    nodes = cluster.nodes
+    engine = NodeEngine(nodes[0], tmp_path, model=model, executor="ray", ray_address=cluster.address, **SPLITS["TP2"])
+    engine.wait_ready()
+    pairs = [start_pair(nodes, tmp_path, model, transfer) for transfer in ("nixl", "mooncake")]
+    for number, pair in enumerate(pairs):
+        pair.hand_over(f"{number}", PROMPTS[1])
+    for node in nodes:
+        for found in node.listening():
+            print(node.number, found, file=sys.stderr)
+    for pair in pairs:
+        pair.end()
+    engine.end()
