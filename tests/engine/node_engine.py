@@ -1,8 +1,8 @@
 """An engine as a program on a node. It is told its configuration by JSON, and reads and writes lines of JSON.
 
 A line `{"name", "prompt", "tokens", "prefill_at"}` asks for an answer. The program writes `{"name", "token_ids"}` for
-tokens as they come, and in the end `{"name", "end": null}`, or the error as a text. `{"stats": []}` asks for some fields
-of the statistics. At the end of its input, it ends.
+tokens as they come, and in the end `{"name", "end": null}`, or the error as a text. Any other line asks for some of the
+statistics. At the end of its input, the program ends.
 """
 
 import asyncio

@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -89,7 +90,7 @@ class NodeEngine:
     def stats(self) -> dict[str, Any]:
         """Returns the statistics after the engine has audited itself."""
         count = len(self.reports)
-        self._write(stats=[])
+        self._write()
         assert wait_until(lambda: len(self.reports) > count, ANSWER_SECONDS)
         return self.reports[-1]
 
@@ -251,7 +252,7 @@ def test_contexts_of_one_node_land_on_the_other_with_the_tokens_of_one_process(
     assert [pair.hand_over(f"{number}", prompt) for number, prompt in enumerate(PROMPTS)] == expected
     assert pair.decode.stats()["landed"] == len(PROMPTS)
     log = pair.prefill.log.read_text()
-    assert re.search(rf"routes to {nodes[0].address}:\d+ over \w+ \(tcp/{GIVEN}\): host to host", log), log
+    assert re.search(rf"routes to {nodes[0].address}:\d+ over .*\W(tcp/{GIVEN})\): host to host", log), log
     pair.end()
 
 
@@ -260,7 +261,7 @@ def test_a_link_that_is_cut_during_a_handoff_ends_the_request_and_the_next_ones_
     model: str, expected: list[list[int]], nodes: tuple[Node, Node], tmp_path: Path, transfer: str
 ) -> None:
     pytest.importorskip(transfer)
-    near, far = nodes
+    far = nodes[1]
     (expected_long,) = of_one_process(model, [LONG_PROMPT])
     pair = start_pair(nodes, tmp_path, model, transfer)
     assert pair.hand_over("before", PROMPTS[1]) == expected[1]
@@ -319,16 +320,78 @@ def test_over_a_slow_link_answers_are_right_and_nothing_times_out(
 
 
 def test_nothing_listens_on_an_interface_that_it_was_not_given(model: str, cluster: RayCluster, tmp_path: Path) -> None:
-    """Engines, their ranks and transfer engines. Ray's own processes, and its own ports in ours, listen everywhere."""
+    """Not an engine, a rank or a transfer engine. Ray has a port on all interfaces in each process that it connects."""
     nodes = cluster.nodes
     engine = NodeEngine(nodes[0], tmp_path, model=model, executor="ray", ray_address=cluster.address, **SPLITS["TP2"])
     engine.wait_ready()
     pairs = [start_pair(nodes, tmp_path, model, transfer) for transfer in ("nixl", "mooncake")]
     for number, pair in enumerate(pairs):
-        pair.hand_over(f"{number}", PROMPTS[1])
-    for node in nodes:
-        for found in node.listening():
-            print(node.number, found, file=sys.stderr)
+        pair.hand_over(f"{number}", PROMPTS[1])  # a decode engine opens further ports for its peer
+    for node, other, engines in ((nodes[0], nodes[1], 3), (nodes[1], nodes[0], 2)):
+        found = [each for each in node.listening() if is_ours(each["command"])]
+        assert len({each["pid"] for each in found}) == engines + 1, "the engine processes and one rank"
+        beyond = [each for each in found if each["host"] != node.address and each["interface"] != GIVEN]
+        assert {each["host"] for each in beyond} <= {"::"}, f"others than Ray: {beyond}"
+        assert len(beyond) == len({each["pid"] for each in beyond}) == 3 - node.number, f"others than Ray: {beyond}"
+        assert {each["protocol"] for each in found} == {socket.IPPROTO_TCP}
+        ports = sorted({each["port"] for each in found if each not in beyond})
+        assert reached_ports(other, node.address, ports) == ports
+        assert reached_ports(other, node.other_address, ports) == []
     for pair in pairs:
         pair.end()
     engine.end()
+
+
+@each_transfer
+def test_other_nodes_reach_no_port_of_a_worker_on_loopback(
+    model: str, nodes: tuple[Node, Node], tmp_path: Path, transfer: str
+) -> None:
+    pytest.importorskip(transfer)
+    engine = NodeEngine(nodes[0], tmp_path, model=model, role="decode", transfer=transfer)
+    engine.wait_ready()
+    ports = [found["port"] for found in nodes[0].listening() if is_ours(found["command"])]
+    assert len(ports) > 1
+    assert (
+        reached_ports(nodes[1], nodes[0].address, ports) == reached_ports(nodes[1], nodes[0].other_address, ports) == []
+    )
+    engine.end()
+
+
+def test_of_a_worker_on_all_addresses_only_the_control_port_is_on_other_interfaces(
+    model: str, nodes: tuple[Node, Node], tmp_path: Path
+) -> None:
+    pytest.importorskip("mooncake")
+    near, far = nodes
+    common = {"model": model, "handoff_secret": SECRET, "transfer": "mooncake", "transfer_interface": GIVEN}
+    engine = NodeEngine(near, tmp_path, role="decode", control="0.0.0.0:0", advertise=f"{near.address}:0", **common)
+    control = engine.wait_ready()
+    assert control is not None and control.startswith(near.address)
+    ports = [found["port"] for found in near.listening() if is_ours(found["command"])]
+    assert len(ports) > 1 and reached_ports(far, near.address, ports) == sorted(ports)
+    assert reached_ports(far, near.other_address, ports) == [int(control.rpartition(":")[2])]
+    engine.end()
+
+
+def reached_ports(node: Node, address: str, ports: list[int]) -> list[int]:
+    """Returns the ports of an address to which a process of a node can connect."""
+    reached: list[int] = json.loads(node.run(sys.executable, "-c", CONNECT, address, *map(str, sorted(ports))))
+    return reached
+
+
+# Prints the ports of an address to which it can connect.
+CONNECT = """
+import json, socket, sys
+reached = []
+for port in map(int, sys.argv[2:]):
+    try:
+        socket.create_connection((sys.argv[1], port), 5).close()
+        reached.append(port)
+    except ConnectionRefusedError:
+        pass
+print(json.dumps(reached))
+"""
+
+
+def is_ours(command: str) -> bool:
+    """Returns whether this is an engine process, or a worker that Ray has started."""
+    return "multiprocessing.spawn" in command or "WorkerStub" in command

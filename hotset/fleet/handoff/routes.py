@@ -23,7 +23,7 @@ from hotset.fleet.transfer.api import Transfer, Writes, WriteState
 
 LOGGER = logging.getLogger("hotset.fleet.handoff")
 
-PROBE_BYTES = 16 << 20  # probe memory of each kind, and the size of a large probe
+PROBE_BYTES = 16 << 20  # probe memory of each kind, and the size of a large probe, unless the link is slow
 SMALL_BYTES, NUM_SMALL = 4096, 256  # the small probe: this many separate writes of this size
 ROUNDS = 3  # the best round counts; the first ones may still set up connections
 ROUTE_SECONDS = 1.0  # a route is not measured for longer than about this
@@ -106,17 +106,22 @@ def _measure(
     sizes = np.full(len(offsets), min(SMALL_BYTES, nbytes), np.int64)
     small = np.stack([from_memory.address + offsets, to_memory.address + offsets, sizes], axis=1)
     until = clock() + ROUTE_SECONDS
-    seconds: dict[str, float] = {}
+    per_small = per_byte = float("inf")
     for _ in range(ROUNDS):
-        for name, writes in (("small", small), ("large", large)):
-            taken = _time(transfer, peer, writes, until, clock)
-            if taken is None:
-                return None
-            seconds[name] = min(taken, seconds.get(name, taken))
+        taken = _time(transfer, peer, small, until, clock)
+        if taken is None:
+            return None
+        per_small = min(per_small, taken / max(1, len(small)))
+        # One large write takes at most as long as small ones of the same size: over a slow link it is made shorter.
+        fitting = int(max(0.0, until + ROUTE_SECONDS / 2 - clock()) / per_small * SMALL_BYTES)
+        large[0, 2] = size = min(nbytes, max(SMALL_BYTES, fitting))
+        taken = _time(transfer, peer, large, until, clock)
+        if taken is None:
+            return None
+        per_byte = min(per_byte, taken / size)
         if clock() >= until:
             break
-    per_byte = seconds["large"] / nbytes
-    per_write = max(0.0, seconds["small"] / max(1, len(small)) - SMALL_BYTES * per_byte)
+    per_write = max(0.0, per_small - SMALL_BYTES * per_byte)
     return Route(source, target, 1e-9 / max(per_byte, 1e-15), per_write)
 
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 READER_DELAY_US, WRITER_DELAY_US = 2_000, 20_000
 
 # Lines of UCX's log: the transports that it chose, and its warnings.
-CHOSEN = re.compile(r" UCX +INFO +\S+ (?:intra|inter)-node cfg#\d+ (.*)")
+CHOSEN = re.compile(r" UCX +INFO +\S+ (intra-node|inter-node) cfg#\d+ (.*)")
 TRANSPORT = re.compile(r"\w+/[\w:.]+")
 WARNING = re.compile(r" UCX +(?:WARN|ERROR|FATAL) +(.*)")
 DEVICES_VARIABLE = "UCX_NET_DEVICES"
@@ -94,7 +94,7 @@ class UcxLog:
             ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library and never flushes it
             lines = self._file.readlines()
             for match in filter(None, map(CHOSEN.search, lines)):
-                kind = ", ".join(dict.fromkeys(TRANSPORT.findall(match[1])))
+                kind = f"{match[1]} {', '.join(dict.fromkeys(TRANSPORT.findall(match[2])))}"
                 self.kinds = tuple(dict.fromkeys([*self.kinds, kind]))
         for match in filter(None, map(WARNING.search, lines)):
             log.warning("UCX: %s", match[1].strip())

@@ -87,9 +87,9 @@ def test_a_transfer_engine_that_hangs_does_not_hang_the_measurement() -> None:
     ("transport", "expected"),
     [
         ("UCX (tcp/eth0)", True),
-        ("UCX (rc_mlx5/mlx5_0:1, tcp/eth0; tcp/eth0)", True),
-        ("UCX (rc_mlx5/mlx5_0:1, tcp/eth0)", False),
-        ("UCX (cma/memory, tcp/eth0)", False),
+        ("UCX (inter-node rc_mlx5/mlx5_0:1, tcp/eth0; inter-node tcp/eth0)", True),
+        ("UCX (inter-node rc_mlx5/mlx5_0:1, tcp/eth0)", False),
+        ("UCX (intra-node cma/memory, tcp/eth0)", False),
         ("UCX (tcp/lo)", False),
         ("UCX (transports not known yet)", False),
         ("Mooncake (tcp/eth0)", True),
@@ -109,3 +109,11 @@ def test_routes_over_tcp_are_a_warning_if_the_machine_has_active_rdma_ports(
     assert bool(caplog.records) == expected
     if expected:
         assert "over TCP" in caplog.text and "give --transfer-interface mlx5_0:1, on both sides" in caplog.text
+
+
+def test_a_slow_link_has_a_route() -> None:
+    """The large probe would take 13 s."""
+    hub, near, far = sides({(HOST, HOST): 1.25e6})
+    routes = measure_routes(near.transfer, "far", {"host": near.probes["host"]}, {"host": far.probes["host"]})
+    hub.close()
+    assert measured(routes, HOST, HOST) * 1e9 == pytest.approx(1.25e6, rel=0.2)
