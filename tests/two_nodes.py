@@ -6,6 +6,7 @@ the files of this machine, except /tmp/ray and /dev/shm. When a node ends, the k
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -107,6 +108,9 @@ def environment() -> dict[str, str]:
 @contextmanager
 def two_nodes() -> Iterator[tuple[Node, Node]]:
     """Starts two connected nodes. Skips the test on a machine that does not allow it."""
+    missing = [command for command in ("unshare", "nsenter", "ip", "ps") if shutil.which(command) is None]
+    if missing:
+        pytest.skip(f"this machine has no command {' and '.join(missing)}")
     Path("/tmp/ray").mkdir(exist_ok=True)
     with ExitStack() as stack:
         first = _start(stack, 1, ["unshare", "--map-root-user", *UNSHARE])

@@ -112,7 +112,8 @@ class Endpoints:
     def _open_one(self, number: int, report: Callable[[EndpointResult], None]) -> None:
         try:
             with self._opening:
-                endpoint = self._take_unused() or self._open_endpoint()
+                unused = self._take_unused()  # another peer may have gone while this thread waited
+                endpoint = self._open_endpoint() if unused is None else unused
         except Exception as error:
             report(EndpointOpened(number, b"", f"this worker cannot open a transfer endpoint: {error}"))
         else:
