@@ -267,12 +267,12 @@ def test_peers_connect_within_their_limit_although_registration_takes_longer(
 ) -> None:
     """The second peer needs an endpoint of its own. A peer that was lost or restarted gets one that is registered, and
     one that must be cut off a new one."""
-    timing = replace(SHORT_TIMING, peer_timeout=0.7, hello_timeout=1.0)
+    timing = replace(SHORT_TIMING, hello_timeout=2 * SHORT_TIMING.peer_timeout)
     memory = make_memory(64, 8)
     monkeypatch.setattr(SlowLoopback, "num_registered", 0)
     decode = DecodeEngine(memory, Channel("127.0.0.1:0"), partial(SlowLoopback, world.hub), process=None, timing=timing)
     world.engines.append(decode)
-    monkeypatch.setattr(SlowLoopback, "seconds_per_byte", 2 * timing.hello_timeout / memory.region.nbytes)
+    monkeypatch.setattr(SlowLoopback, "seconds_per_byte", 1.1 * timing.hello_timeout / memory.region.nbytes)
     first, second = world.prefill(), world.prefill()
 
     def lands(prefill: PrefillEngine, name: str) -> bool:
