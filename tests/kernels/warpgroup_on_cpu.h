@@ -281,7 +281,7 @@ static inline void begin_products() {
     Batch &batch = open_batch();
     batch.count = 0, batch.late = in_flight > 0 || draw(2);
 }
-static inline void end_products() { ++emulated::batches_of[emulated::current].begun; }
+static inline void close_product_batch() { ++emulated::batches_of[emulated::current].begun; }
 template <int left> static inline void wait_for_products() {
     using namespace emulated;
     const unsigned group = current / WARPGROUP_THREADS, begun = batches_of[current].begun;

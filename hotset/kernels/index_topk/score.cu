@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
                                  keys[2 * n + 1][1], shared.heads + group * 32 * DIM, n, n == 0);
                     }
                 }
-                end_products();
+                close_product_batch();
                 wait_for_products<0>();
 #pragma unroll
                 for (int group = first; group < last; ++group) {
