@@ -51,7 +51,7 @@ struct Shared {
     alignas(8) u64 arrived[STAGES], released[STAGES];
     float factors[HEADS];
     float moments[WARPS][2];
-    u32 first_block;  // of those that score keys of the query
+    u32 first_block;  // the first block that scores keys of the query
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 
