@@ -43,14 +43,14 @@ class ToolFormat:
         return CallParser(self.opener, self.reader_of(by_name), by_name, at_start=self.at_start)
 
     def structure(self, use: ToolUse, special_ids: Mapping[str, int]) -> Structure:
-        """Returns the structure of an answer that must be a call. Its arguments follow the schema of the tool. Schemas
-        of clients can take very long, so servers call `structure_in_process` instead."""
+        """Returns the structure of an answer that must be a call. Its arguments follow the schema of the tool. With
+        schemas of clients this can take very long, so servers call `structure_in_process` instead."""
         return calls_structure(self.write_calls, use, special_ids)
 
 
 DEEPSEEK_V32 = ToolFormat("deepseek_v32", DSML, f"<{DSML}function_calls>", deepseek_reader, DEEPSEEK_CALLS)
 QWEN3 = ToolFormat("qwen3", TOOL_CALL, TOOL_CALL, lambda tools: read_qwen3_call, QWEN3_CALLS)
-# In the order in which templates are searched for their signs: a sign can also be in templates of earlier formats.
+# Templates are searched for the signs in this order, because a template can also contain the sign of a later format.
 FORMATS = (
     DEEPSEEK_V32,
     ToolFormat("glm", "<arg_key>", TOOL_CALL, glm_reader, GLM_CALLS),
@@ -89,8 +89,8 @@ def format_for(chat_template: str | None, setting: str) -> ToolFormat | None:
         return None
     if setting != "auto":
         return next(tool_format for tool_format in FORMATS if tool_format.name == setting)
-    shown = (tool_format for tool_format in FORMATS if tool_format.sign in (chat_template or ""))
-    return next(shown, DEFAULT)
+    matching = (tool_format for tool_format in FORMATS if tool_format.sign in (chat_template or ""))
+    return next(matching, DEFAULT)
 
 
 def takes_tools(chat_template: str) -> bool:

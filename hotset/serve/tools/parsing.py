@@ -91,14 +91,14 @@ class CallWriter:
         self.names = frozenset(names)
         self._source = source
         self._pieces: list[Piece] = []
-        self._calls = 0
-        self._spaces = ""  # white space that follows the pieces so far
+        self._calls = 0  # the number of calls that have ended or were broken off
+        self._spaces = ""  # white space after the pieces so far
         self._after_call = False
         self._name: str | None = None  # of the call that is being written
-        self._arguments = ""  # of this call, not returned so far
-        self._is_shown = False  # whether a part of this call was returned
+        self._arguments = ""  # of this call, not yet in pieces
+        self._is_shown = False  # whether a part of this call is in pieces
         self.start = 0  # the text before this position has become pieces
-        self._shown_to = 0  # the text before this position is in arguments that were returned
+        self._shown_to = 0  # the text before this position is in pieces, as arguments of this call
 
     def take(self) -> list[Piece]:
         """Returns the pieces since the last time."""
@@ -133,8 +133,8 @@ class CallWriter:
         return self._name is not None
 
     def arguments(self, text: str, shown_to: int) -> None:
-        """Adds to the arguments what the source says up to `shown_to`. Arguments of a call that names none of the tools
-        are kept until the call is complete."""
+        """Adds `text`, which was read from the source before `shown_to`, to the arguments. Arguments of a call that
+        names none of the tools are kept until the call is complete."""
         self._arguments += text
         if self._name in self.names:
             self._shown_to = shown_to
