@@ -11,14 +11,14 @@ from dataclasses import replace
 from processes import pause, state_of
 from waiting import wait_until
 
-from hotset.fleet.processes import ProcessIdentity, find_stopped, has_ended, is_observable, this_process
+from hotset.base.processes import ProcessIdentity, find_stopped, has_ended, is_observable, this_process
 
 THIS_PROCESS = this_process()
 
 # Prints its identity. Its first thread ends when a line is read; another thread runs on until the input is closed.
 TWO_THREADS = """
 import ctypes, os, sys, threading
-from hotset.fleet.processes import this_process
+from hotset.base.processes import this_process
 me = this_process()
 print(me.boot_id, me.pid_namespace, me.pid, me.start_time, flush=True)
 sys.stdin.readline()
