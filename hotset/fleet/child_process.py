@@ -13,7 +13,7 @@ from hotset.base.endings import SayWaiting, ending_seconds
 from hotset.base.parent_death import PARENT_VARIABLE, resume_if_parent_dies
 from hotset.base.processes import session_members
 
-KILL_SECONDS = 5.0  # time between the second SIGTERM and SIGKILL
+KILL_SECONDS = 5.0  # time between the second SIGTERM and SIGKILL, and after SIGKILL
 POLL_SECONDS = 0.1  # interval between two looks at what is left of a command
 MAX_LINE_BYTES = 1 << 16
 
@@ -76,11 +76,11 @@ class ChildProcess:
         """Waits until the process has ended, and with it all that it has started, and the system has freed their
         memory. If the process was killed, its engine and its workers still end by themselves.
 
-        Kills what has not ended after `ending_seconds`, and gives up after the same time again.
+        Kills what has not ended after `ending_seconds`, and gives up KILL_SECONDS later.
         """
         await self._process.wait()
-        seconds, say = ending_seconds(), SayWaiting(self.name)
-        for _ in range(2):
+        say = SayWaiting(self.name)
+        for seconds in (ending_seconds(), KILL_SECONDS):
             deadline = time.monotonic() + seconds
             while left := [member.pid for member in await asyncio.to_thread(session_members, self.pid)]:
                 if time.monotonic() >= deadline:

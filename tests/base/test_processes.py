@@ -7,11 +7,26 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from processes import pause, state_of
+import pytest
+from fake_files import write_files
+from processes import is_running, pause, state_of, wait_until_ended
 from waiting import wait_until
 
-from hotset.base.processes import ProcessIdentity, find_stopped, has_ended, is_observable, this_process
+from hotset.base import processes
+from hotset.base.processes import (
+    ENDING_NAME,
+    PF_EXITING,
+    ProcessIdentity,
+    descendants,
+    ending_processes,
+    find_stopped,
+    has_ended,
+    is_observable,
+    session_members,
+    this_process,
+)
 
 THIS_PROCESS = this_process()
 
@@ -106,3 +121,91 @@ def test_a_stopped_descendant_is_found_until_it_continues_or_ends() -> None:
             for pid in (grandchild, parent.pid):
                 os.kill(pid, signal.SIGKILL)
     assert find_stopped(parent.pid) is None
+
+
+def test_the_descendants_of_a_process_are_known_after_its_death() -> None:
+    command = [sys.executable, "-c", GRANDPARENT]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        grandchild = int(parent.stdout.readline())
+        child, last = descendants(parent.pid)
+        assert last.pid == grandchild
+        parent.kill()
+        assert wait_until(lambda: descendants(parent.pid) == []), "they have another parent now"
+        assert not has_ended(child) and not has_ended(last)
+        assert {member.pid for member in session_members(parent.pid)} == {child.pid, grandchild}
+        for pid in (child.pid, grandchild):
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: has_ended(child) and has_ended(last))
+        assert session_members(parent.pid) == []
+
+
+def entry(pid: int, state: str = "S", flags: int = 0, pending: int = 0, name: str = "python") -> dict[str, object]:
+    """Returns the files of a process or thread in /proc. Its name in `stat` has spaces and parentheses."""
+    stat = f"{pid} (a) b (c) {state} 1 1 1 0 -1 {flags} " + " ".join(["0"] * 20)
+    return {
+        "stat": stat,
+        "comm": f"{name}\n",
+        "status": f"Name:\t{name}\nSigPnd:\t0000000000000000\nShdPnd:\t{pending:016x}\nSigBlk:\t{1 << 8:016x}\n",
+    }
+
+
+def files_of(pid: int, *threads: dict[str, object]) -> dict[str, object]:
+    files = {f"{pid}/{name}": content for name, content in threads[0].items()}
+    for number, thread in enumerate(threads):
+        files |= {f"{pid}/task/{pid + number}/{name}": content for name, content in thread.items()}
+    return files
+
+
+EXITING = PF_EXITING | 0x400000
+PROCESSES: dict[str, tuple[bool, tuple[dict[str, object], ...]]] = {
+    "running": (False, (entry(10), entry(11, "R", 0x400000))),
+    "frees its memory": (True, (entry(10, "D", EXITING),)),
+    "its first thread has ended, another frees memory": (True, (entry(10, "Z", EXITING), entry(11, "D", EXITING))),
+    "its first thread has ended, another runs": (False, (entry(10, "Z", EXITING), entry(11, "S"))),
+    "a thread ends": (False, (entry(10), entry(11, "R", EXITING))),
+    "killed while it waits for a device": (True, (entry(10, "D", pending=1 << 8),)),
+    "another signal is pending": (False, (entry(10, "T", pending=1 << 14),)),
+    "ended": (False, (entry(10, "Z", EXITING), entry(11, "X", EXITING))),
+    "its parent has died": (True, (entry(10, name=ENDING_NAME), entry(11))),
+    "its parent had died, and it has ended": (False, (entry(10, "Z", EXITING, name=ENDING_NAME),)),
+}
+
+
+@pytest.mark.parametrize("case", PROCESSES)
+def test_a_process_is_ending_from_the_kill_until_its_memory_is_free(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending, threads = PROCESSES[case]
+    root = write_files(tmp_path, files_of(10, *threads) | {"meminfo": "", "self/comm": ENDING_NAME})
+    assert ending_processes(root) == ([10] if ending else [])
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    assert ending_processes(root) == [], "it belongs to another user"
+
+
+NAMES_ITSELF = """
+import sys, threading
+from hotset.base.processes import name_as_ending
+thread = threading.Thread(target=name_as_ending)  # any thread names the process
+thread.start()
+thread.join()
+print("named", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_names_itself_is_ending_until_it_has_ended() -> None:
+    with subprocess.Popen([sys.executable, "-c", NAMES_ITSELF], stdin=-1, stdout=-1) as named:
+        assert named.stdout is not None
+        named.stdout.readline()
+        assert named.pid in ending_processes()
+        named.kill()
+        wait_until_ended([named.pid])
+        assert not is_running(named.pid) and named.pid not in ending_processes(), "only its exit code is left"
+
+
+def test_this_process_is_never_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_is_ending", lambda _folder: True)
+    assert os.getpid() not in ending_processes()
