@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def test_the_exit_code_of_a_child_is_known_when_it_has_ended_not_when_its_pipes_
     readable, writable = os.pipe()
     child = multiprocessing.get_context("fork").Process(target=close_pipes_and_wait, args=(readable,))
     child.start()
-    assert multiprocessing.connection.wait([child.sentinel], WAIT_SECONDS), "its pipes are not closed"
+    assert wait([child.sentinel], WAIT_SECONDS), "its pipes are not closed"
     assert exit_code(child, 0.1) is None
     os.write(writable, b"x")
     assert exit_code(child, WAIT_SECONDS) == 5
