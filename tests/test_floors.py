@@ -44,6 +44,7 @@ FLEET = {
 LAB = {
     "lab": 8,
     "lab/bench": 8,
+    "lab/doctor": 8,
     "lab/evaluate": 8,
     "lab/plan": 9,
     "lab/simulate": 10,
