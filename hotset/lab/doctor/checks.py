@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from hotset.base.devices import GPU_DRIVER, has_gpu_driver
+from hotset.base.host_checks import Finding
 from hotset.base.status_line import ShowProgress, TaskProgress
 from hotset.lab.doctor import disk, exchanges, gpus, machine, rdma
 from hotset.lab.doctor.child import CallFailed, ChildProcess
-from hotset.lab.doctor.findings import Check, CheckResult, Finding, Subject
+from hotset.lab.doctor.findings import Check, CheckResult, Subject
 
 DRIVER_MEND = "look for Xid errors of the driver (dmesg), reset the GPU or restart the machine"
 RANKS_SECONDS = 2 * exchanges.RANKS_SECONDS + 30  # the check of NCCL may run ranks twice
@@ -16,6 +17,7 @@ RANKS_SECONDS = 2 * exchanges.RANKS_SECONDS + 30  # the check of NCCL may run ra
 MACHINE = (
     Check("versions", machine.check_versions),
     Check("packages", machine.check_packages),
+    Check("host", machine.check_host),
     Check("ports", machine.check_ports),
     Check("disk", disk.check_disk, "the file system of the model does not answer; see its server or mount"),
     Check("RDMA", rdma.check_rdma, "the driver of the RDMA devices does not answer; see dmesg"),

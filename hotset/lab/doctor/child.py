@@ -55,14 +55,16 @@ class ChildProcess:
         Raises the function's HotsetError, and CallFailed for any other failure. If the function takes longer than
         `seconds` or its process dies, the process has ended afterwards.
         """
+        answer: Any  # the error or None, and the result
         try:
             self._connection.send((function, arguments))
             finished = self._connection.poll(seconds)
-            error, result = self._connection.recv() if finished else (CallFailed(_unfinished(seconds)), None)
+            answer = self._connection.recv() if finished else (CallFailed(f"did not finish within {seconds:g} s"), None)
         except (EOFError, OSError):
-            finished, error, result = False, CallFailed(self._death()), None
+            finished, answer = False, (CallFailed(self._death()), None)
         if not finished:
             self._kill()
+        error, result = answer
         if error is not None:
             raise error
         value: T = result
@@ -97,10 +99,6 @@ class ChildProcess:
         lines = output.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"its process {how}{': ' if last else ''}{last[:LINE_BYTES]}"
-
-
-def _unfinished(seconds: float) -> str:
-    return f"did not finish within {seconds:g} s"
 
 
 def first_line(error: BaseException) -> str:

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotset.base.host_checks import Finding
 from hotset.base.units import GIB, MIB, show_bytes
-from hotset.lab.doctor.findings import Finding, Subject, show_seconds
+from hotset.lab.doctor.findings import Subject, show_seconds
 
 CHUNK_BYTES = 8 * MIB
 THREADS = 8

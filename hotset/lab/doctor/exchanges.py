@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from hotset.base.devices import mps_pipe_directory
-from hotset.lab.doctor.findings import Finding, Level, Subject, show_seconds
+from hotset.base.host_checks import Finding, Level
+from hotset.lab.doctor.findings import Subject, show_seconds
 from hotset.lab.doctor.ranks import Exchange, Ranks, RanksFailed, run_ranks
 
 RANKS_SECONDS = 60.0
@@ -57,10 +58,11 @@ def check_gloo(subject: Subject) -> list[Finding]:
 def judge_exchange(subject: Subject, exchange: Exchange) -> Finding:
     if not exchange.right:
         return Finding("broken", f"{exchange.choice}: an all_reduce computed a wrong sum", "report this output")
-    times = f"256 KiB in {show_seconds(exchange.small)}"
+    found = f"{exchange.choice}: 256 KiB in {show_seconds(exchange.small)}"
     if exchange.small_in_graph is not None:
-        times += f", in a CUDA graph {show_seconds(exchange.small_in_graph)}"
-    found = f"{exchange.choice}: {times}; 64 MiB in {show_seconds(exchange.large)}"
+        found += f", in a CUDA graph {show_seconds(exchange.small_in_graph)}"
+    if exchange.large is not None:
+        found += f"; 64 MiB in {show_seconds(exchange.large)}"
     level, mend = _judge_time(subject, exchange)
     return Finding(level, found, mend)
 

@@ -1,27 +1,18 @@
-"""The values of the checks: what they look at, and what they find."""
+"""What checks look at, and what they find."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from hotset.base.config import EngineConfig
+from hotset.base.host_checks import Finding, Level
 from hotset.base.memory_shares import host_store_bytes
 from hotset.base.serve_config import ServeConfig
 from hotset.base.units import GIB
 
-Level = Literal["good", "skipped", "slow", "broken"]  # the better ones first
 LEVELS: tuple[Level, ...] = get_args(Level)
 CHECK_SECONDS = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One result of a check. `mend` says what to do if it is slow or broken, and how to get what was skipped."""
-
-    level: Level
-    what: str
-    mend: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from hotset.base.config import EngineConfig
 from hotset.base.devices import GPU_DRIVER
 from hotset.base.errors import HotsetError
+from hotset.base.host_checks import Finding
 from hotset.base.host_memory import host_memory
 from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.units import GIB, MIB, show_bytes
 from hotset.lab.doctor.child import first_line
-from hotset.lab.doctor.findings import Finding, Subject, show_seconds
+from hotset.lab.doctor.findings import Subject, show_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,10 +71,10 @@ def check_gpus(subject: Subject) -> list[Finding]:
         free, total = torch.cuda.mem_get_info(gpu)
         found += judge_free_memory(gpu, free, total, subject.config.gpu_memory_utilization)
     named = [f"GPU {','.join(map(str, numbers))}: {kind}" for kind, numbers in kinds.items()]
-    level, mend = (
-        ("good", "") if len(kinds) == 1 else ("slow", "choose equal ones with --gpus: the slowest sets the pace")
-    )
-    return [found[0], Finding(level, "; ".join(named), mend), *found[1:]]
+    if len(kinds) == 1:
+        return [*found[:1], Finding("good", named[0]), *found[1:]]
+    mend = "choose equal ones with --gpus: the slowest sets the pace"
+    return [*found[:1], Finding("slow", "; ".join(named), mend), *found[1:]]
 
 
 def judge_free_memory(gpu: int, free: int, total: int, utilization: float) -> list[Finding]:
@@ -207,11 +208,11 @@ def check_pinning(subject: Subject) -> list[Finding]:
     several."""
     import torch
 
+    from hotset.base.numa import store_nodes
     from hotset.engine.workers.shared_memory import SharedMemory
     from hotset.kernels.rows import RowLayout
     from hotset.memory.device_pool import KvShape
     from hotset.memory.host_store import HostStore
-    from hotset.memory.mapping import store_nodes
 
     free = host_memory(subject.root).free
     planned = subject.store_bytes(free)

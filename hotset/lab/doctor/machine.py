@@ -1,16 +1,30 @@
-"""Checks that need no GPU: versions, packages and the ports of a server."""
+"""Checks that need no GPU: versions, packages, host memory, and the ports of a server."""
 
 import platform
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 
 from hotset import __version__
 from hotset.base.address import control_port
 from hotset.base.errors import ConfigError
+from hotset.base.host_checks import (
+    Finding,
+    HostNeeds,
+    Level,
+    check_cpus,
+    check_free_memory,
+    check_huge_pages,
+    check_locked_memory,
+    check_numa,
+    check_shared_folder,
+)
+from hotset.base.host_memory import host_memory
 from hotset.base.listeners import bound_socket, check_free
-from hotset.lab.doctor.findings import Finding, Level, Subject
+from hotset.lab.doctor.findings import Subject
+from hotset.lab.doctor.rdma import active_ports
 
 # The distributions of the extras in pyproject.toml.
 EXTRAS = {
@@ -56,6 +70,21 @@ def _version(distribution: str) -> str | None:
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(distribution)
     return None
+
+
+def check_host(subject: Subject) -> list[Finding]:
+    """Makes the checks that engines make when they start, all of them: for one worker and for several."""
+    root, free = subject.root, host_memory(subject.root).free
+    store = subject.store_bytes(free)
+    needs = HostNeeds(store, store, subject.ranks, subject.gpus)
+    found = [check_free_memory(needs, root), check_cpus(needs, root)]
+    if not store:
+        return found
+    found += [check_huge_pages(replace(needs, workers=workers), root) for workers in (1, max(2, subject.ranks))]
+    found += [check_numa(subject.gpus, root), check_shared_folder(root)]
+    if active_ports(root):
+        found.append(check_locked_memory(needs, root))
+    return found
 
 
 def check_ports(subject: Subject) -> list[Finding]:

@@ -56,7 +56,7 @@ class Exchange:
     right: bool  # whether all results were right
     small: float
     small_in_graph: float | None  # None on a CPU
-    large: float
+    large: float | None  # None on a CPU
 
 
 def run_ranks(ranks: Ranks, seconds: float) -> Exchange:
@@ -86,7 +86,7 @@ def run_ranks(ranks: Ranks, seconds: float) -> Exchange:
         right=all(exchange.right for exchange in exchanges),
         small=max(exchange.small for exchange in exchanges),
         small_in_graph=max(exchange.small_in_graph or 0.0 for exchange in exchanges) or None,
-        large=max(exchange.large for exchange in exchanges),
+        large=max(exchange.large or 0.0 for exchange in exchanges) or None,
     )
 
 
@@ -149,23 +149,18 @@ def _measure(ranks: Ranks, number: int, rendezvous: str) -> Exchange:
     use_device(device)
     with _engine_log() as lines:
         collectives = make_world(rank, device, ranks.collectives).collectives
+    symmetric = isinstance(collectives, SymmetricCollectives)
     small = _Sum(collectives, SMALL_BYTES, device)
+    eager = small.seconds(small.run, SMALL_RUNS)
+    right = small.is_right()
+    if device.type == "cpu":
+        return Exchange(" ".join(lines), symmetric, right, eager, None, None)
+    replayed = small.seconds(small.captured().replay, SMALL_RUNS)
     large = _Sum(collectives, LARGE_BYTES, device)
-    seconds = small.seconds(small.run, SMALL_RUNS), large.seconds(large.run, LARGE_RUNS)
-    right = small.is_right() and large.is_right()
-    in_graph = None
-    if device.type == "cuda":
-        in_graph = small.seconds(small.captured().replay, SMALL_RUNS)
-        right = right and small.is_right()
+    seconds = large.seconds(large.run, LARGE_RUNS)
+    right = right and small.is_right() and large.is_right()
     collectives.barrier()
-    return Exchange(
-        choice=" ".join(lines),
-        symmetric=isinstance(collectives, SymmetricCollectives),
-        right=right,
-        small=seconds[0],
-        small_in_graph=in_graph,
-        large=seconds[1],
-    )
+    return Exchange(" ".join(lines), symmetric, right, eager, replayed, seconds)
 
 
 class _Sum:

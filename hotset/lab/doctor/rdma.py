@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hotset.base.devices import pci_address
-from hotset.lab.doctor.findings import Finding, Subject
+from hotset.base.host_checks import Finding
+from hotset.lab.doctor.findings import Subject
 
 DEVICES = "sys/class/infiniband"
 

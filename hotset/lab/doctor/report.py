@@ -5,7 +5,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hotset import __version__
-from hotset.lab.doctor.findings import LEVELS, CheckResult, Finding, worst
+from hotset.base.host_checks import Finding
+from hotset.lab.doctor.findings import LEVELS, CheckResult, worst
 
 if TYPE_CHECKING:
     from rich.console import Console
