@@ -3,13 +3,14 @@
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from hotset.base.devices import GPU_DRIVER, has_gpu_driver
 from hotset.base.host_checks import Finding
 from hotset.base.status_line import ShowProgress, TaskProgress
 from hotset.lab.doctor import disk, exchanges, gpus, machine, rdma
 from hotset.lab.doctor.child import CallFailed, ChildProcess
-from hotset.lab.doctor.findings import Check, CheckResult, Subject
+from hotset.lab.doctor.findings import CHECK_SECONDS, Check, CheckResult, Subject
 
 DRIVER_MEND = "look for Xid errors of the driver (dmesg), reset the GPU or restart the machine"
 RANKS_SECONDS = 2 * exchanges.RANKS_SECONDS + 30  # the check of NCCL may run ranks twice
@@ -32,6 +33,28 @@ GPUS = (
     Check("symmetric memory", exchanges.check_symmetric_memory, "use --collectives nccl", RANKS_SECONDS, alone=True),
 )
 CPUS = (Check("gloo", exchanges.check_gloo, seconds=RANKS_SECONDS, alone=True),)
+
+
+def examine(subject: Subject, show: ShowProgress) -> list[CheckResult]:
+    """Finds the GPUs, and makes all checks. Raises ConfigError if the settings name GPUs that do not exist."""
+    show(TaskProgress("Looking for GPUs"))
+    try:
+        subject = with_gpus(subject)
+    except CallFailed as error:
+        broken = CheckResult("GPUs", 0.0, (Finding("broken", f"CUDA does not start: {error}", DRIVER_MEND),))
+        return [*run_checks(MACHINE, subject, show), broken, *run_checks(CPUS, subject, show)]
+    return run_checks(all_checks(subject), subject, show)
+
+
+def with_gpus(subject: Subject) -> Subject:
+    """Returns the subject with the GPUs that its engine would use, or else all GPUs: one rank for each."""
+    config = subject.config
+    if config.device == "cpu" or not has_gpu_driver():
+        return subject
+    with ChildProcess() as child:
+        found = child.call(gpus.find_gpus, config, seconds=CHECK_SECONDS)
+    divided = config.workers > 1 and config.executor == "processes"
+    return replace(subject, gpus=found, ranks=config.workers if divided else max(1, len(found)))
 
 
 def all_checks(subject: Subject) -> Sequence[Check]:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.base.config import EngineConfig
-from hotset.base.devices import has_gpu_driver
 from hotset.base.engine_settings import MODEL_HELP
 from hotset.base.errors import StartupError
 from hotset.base.flags import EXIT_USAGE, ApiKeyFile, CliCommand, config_values, with_flags, with_key_of_file
 from hotset.base.serve_config import ServeConfig
+from hotset.base.status_line import StatusLine
 
 if TYPE_CHECKING:
-    from hotset.lab.doctor.findings import CheckResult, Subject
+    from hotset.lab.doctor.findings import Subject
 
 
 def add_doctor(app: typer.Typer) -> None:
@@ -40,16 +40,18 @@ def doctor(
     **values: Any,
 ) -> None:
     """Check this machine for what `hotset serve` with the same flags needs. Exits with 1 if something is broken."""
-    try:
-        values = with_key_of_file(values, api_key_file) | ({} if model is None else {"model": model})
-        subject = _subject(values, named=model is not None)
-        results = _run(subject)
-    except StartupError as error:  # 1 means that something is broken
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
-        raise typer.Exit(EXIT_USAGE) from None
+    from hotset.lab.doctor.checks import examine
     from hotset.lab.doctor.findings import worst
     from hotset.lab.doctor.report import WIDTH, print_results, to_json
 
+    try:
+        values = with_key_of_file(values, api_key_file) | ({} if model is None else {"model": model})
+        subject = _subject(values, named=model is not None)
+        with StatusLine("Checking") as line:
+            results = examine(subject, line.show)
+    except StartupError as error:  # 1 means that something is broken
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
     if as_json:
         print(json.dumps(to_json(results), indent=2, ensure_ascii=False))
     else:
@@ -75,21 +77,3 @@ def _subject(values: dict[str, Any], *, named: bool) -> "Subject":
         check_gpu_flags(config)
     serve = ServeConfig(**config_values(ServeConfig, values))
     return Subject(config, serve, tuple(weights), ranks=config.workers)
-
-
-def _run(subject: "Subject") -> "list[CheckResult]":
-    from dataclasses import replace
-
-    from hotset.base.status_line import StatusLine
-    from hotset.lab.doctor.checks import all_checks, run_checks
-    from hotset.lab.doctor.child import ChildProcess
-    from hotset.lab.doctor.findings import CHECK_SECONDS
-    from hotset.lab.doctor.gpus import find_gpus
-
-    with StatusLine("Looking for GPUs") as line:
-        if subject.config.device != "cpu" and has_gpu_driver():
-            with ChildProcess() as child:
-                gpus = child.call(find_gpus, subject.config, seconds=CHECK_SECONDS)
-            single = subject.config.workers == 1 or subject.config.executor == "ray"
-            subject = replace(subject, gpus=gpus, ranks=max(1, len(gpus)) if single else subject.ranks)
-        return run_checks(all_checks(subject), subject, line.show)

@@ -159,6 +159,7 @@ def check_copies(subject: Subject) -> list[Finding]:
     """Measures copies between pinned host memory and each GPU, alone and with all GPUs at the same time."""
     import torch
 
+    torch.cuda.set_device(subject.gpus[0])  # pinned memory is made in its context
     hosts = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in subject.gpus]
     devices = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in subject.gpus]
     alone = [
