@@ -63,6 +63,8 @@ def judge_exchange(subject: Subject, exchange: Exchange) -> Finding:
         found += f", in a CUDA graph {show_seconds(exchange.small_in_graph)}"
     if exchange.large is not None:
         found += f"; 64 MiB in {show_seconds(exchange.large)}"
+    if exchange.symmetric:
+        found += f"; torch's multicast is {'on' if exchange.multicast else 'off'}"
     level, mend = _judge_time(subject, exchange)
     return Finding(level, found, mend)
 

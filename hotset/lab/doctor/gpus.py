@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hotset.base.config import EngineConfig
-from hotset.base.devices import GPU_DRIVER
+from hotset.base.devices import GPU_DRIVER, pci_address
 from hotset.base.errors import HotsetError
 from hotset.base.host_checks import Finding
 from hotset.base.host_memory import host_memory
@@ -152,7 +152,28 @@ class CopyRates:
     to_device: float
     to_host: float
     together: float  # to the device, while all GPUs copy
-    link: float | None  # what the PCIe link can do; None: not known
+    link: "PcieLink | None"  # None: the system does not show it
+
+
+@dataclass(frozen=True, slots=True)
+class PcieLink:
+    """The link between a GPU and the host, as the system shows it."""
+
+    speed: str  # the highest, like "32.0 GT/s PCIe"; an idle link is slower
+    lanes: int  # that are in use
+    max_lanes: int
+    bytes_per_second: float  # with all lanes, in one direction
+
+
+def pcie_link(gpu: int, root: Path) -> PcieLink | None:
+    address, rate = pci_address(gpu), gpu_link_bytes_per_second(gpu, root)
+    if address is None or rate is None:
+        return None
+    folder = root / "sys/bus/pci/devices" / address
+    speed, lanes, most = (
+        (folder / name).read_text().strip() for name in ("max_link_speed", "current_link_width", "max_link_width")
+    )
+    return PcieLink(speed, int(lanes), int(most), rate)
 
 
 def check_copies(subject: Subject) -> list[Finding]:
@@ -168,7 +189,7 @@ def check_copies(subject: Subject) -> list[Finding]:
     ]
     together = _copy_rate(hosts, devices) / len(hosts)
     return [
-        judge_copies(CopyRates(gpu, *rates, together, gpu_link_bytes_per_second(gpu, subject.root)))
+        judge_copies(CopyRates(gpu, *rates, together, pcie_link(gpu, subject.root)))
         for gpu, rates in zip(subject.gpus, alone, strict=True)
     ]
 
@@ -193,10 +214,12 @@ def _copy_rate(sources: Sequence["Tensor"], targets: Sequence["Tensor"]) -> floa
 
 def judge_copies(rates: CopyRates) -> Finding:
     found = f"GPU {rates.gpu}: {rates.to_device / 1e9:.1f} GB/s from the host, {rates.to_host / 1e9:.1f} GB/s to it"
-    found += "" if rates.link is None else f", over a PCIe link of {rates.link / 1e9:.1f} GB/s"
-    slowest = min(rates.to_device, rates.to_host)
-    if rates.link is not None and slowest < FULL_LINK * rates.link:
-        mend = "see nvidia-smi -q -d PCI (link width), the slot, the NUMA node of this process and other programs"
+    slowest, link = min(rates.to_device, rates.to_host), rates.link
+    if link is not None:
+        found += f", over PCIe with {link.lanes} of {link.max_lanes} lanes of {link.speed.removesuffix(' PCIe')}"
+        found += f" ({link.bytes_per_second / 1e9:.1f} GB/s)"
+    if link is not None and (link.lanes < link.max_lanes or slowest < FULL_LINK * link.bytes_per_second):
+        mend = "see nvidia-smi -q (PCI: link width), the slot, the NUMA node of this process and other programs"
         return Finding("slow", found, mend)
     if rates.together < TOGETHER * rates.to_device:
         found += f"; {rates.together / 1e9:.1f} GB/s while all GPUs copy"

@@ -83,7 +83,10 @@ def check_host(subject: Subject) -> list[Finding]:
     found += [check_huge_pages(replace(needs, workers=workers), root) for workers in (1, max(2, subject.ranks))]
     found += [check_numa(subject.gpus, root), check_shared_folder(root)]
     if active_ports(root):
-        found.append(check_locked_memory(needs, root))
+        locked = check_locked_memory(needs, root)
+        if subject.config.role == "both" and locked.level == "broken":
+            locked = replace(locked, level="slow", what=f"for handoffs, {locked.what}")
+        found.append(locked)
     return found
 
 

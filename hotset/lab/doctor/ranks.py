@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import HotsetError
@@ -53,10 +53,11 @@ class Exchange:
 
     choice: str  # how the ranks exchange data, in the words of the engine's log; empty except for rank 0
     symmetric: bool  # whether they use symmetric memory
+    multicast: bool  # whether torch sets up multicast in it, which hangs on some machines
     right: bool  # whether all results were right
     small: float
-    small_in_graph: float | None  # None on a CPU
-    large: float | None  # None on a CPU
+    small_in_graph: float | None = None  # this and the next are not measured on a CPU
+    large: float | None = None
 
 
 def run_ranks(ranks: Ranks, seconds: float) -> Exchange:
@@ -83,6 +84,7 @@ def run_ranks(ranks: Ranks, seconds: float) -> Exchange:
     return Exchange(
         choice=exchanges[0].choice,
         symmetric=exchanges[0].symmetric,
+        multicast=exchanges[0].multicast,
         right=all(exchange.right for exchange in exchanges),
         small=max(exchange.small for exchange in exchanges),
         small_in_graph=max(exchange.small_in_graph or 0.0 for exchange in exchanges) or None,
@@ -149,18 +151,21 @@ def _measure(ranks: Ranks, number: int, rendezvous: str) -> Exchange:
     use_device(device)
     with _engine_log() as lines:
         collectives = make_world(rank, device, ranks.collectives).collectives
-    symmetric = isinstance(collectives, SymmetricCollectives)
+    kind: dict[str, Any] = {
+        "choice": " ".join(lines),
+        "symmetric": isinstance(collectives, SymmetricCollectives),
+        "multicast": os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") != "1",
+    }
     small = _Sum(collectives, SMALL_BYTES, device)
-    eager = small.seconds(small.run, SMALL_RUNS)
-    right = small.is_right()
+    eager, right = small.seconds(small.run, SMALL_RUNS), small.is_right()
     if device.type == "cpu":
-        return Exchange(" ".join(lines), symmetric, right, eager, None, None)
+        return Exchange(**kind, right=right, small=eager)
     replayed = small.seconds(small.captured().replay, SMALL_RUNS)
     large = _Sum(collectives, LARGE_BYTES, device)
     seconds = large.seconds(large.run, LARGE_RUNS)
     right = right and small.is_right() and large.is_right()
     collectives.barrier()
-    return Exchange(" ".join(lines), symmetric, right, eager, replayed, seconds)
+    return Exchange(**kind, right=right, small=eager, small_in_graph=replayed, large=seconds)
 
 
 class _Sum:

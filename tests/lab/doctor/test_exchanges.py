@@ -14,8 +14,8 @@ from hotset.lab.doctor.exchanges import check_gloo, check_nccl, check_symmetric_
 from hotset.lab.doctor.findings import Subject
 from hotset.lab.doctor.ranks import Exchange, Ranks, RanksFailed, run_ranks
 
-NCCL = Exchange("8 workers communicate over NCCL", False, True, 60e-6, 40e-6, 700e-6)
-SYMMETRIC = Exchange("8 workers communicate over symmetric memory", True, True, 20e-6, 12e-6, 700e-6)
+NCCL = Exchange("8 workers communicate over NCCL", False, False, True, 60e-6, 40e-6, 700e-6)
+SYMMETRIC = Exchange("8 workers communicate over symmetric memory", True, False, True, 20e-6, 12e-6, 700e-6)
 EIGHT = {"gpus": tuple(range(8)), "ranks": 8}
 
 
@@ -75,14 +75,15 @@ def test_fast_ranks_are_good(monkeypatch: pytest.MonkeyPatch) -> None:
     give(monkeypatch, lambda asked: SYMMETRIC if asked.collectives == "auto" else NCCL)
     found = only(check_nccl(subject(**EIGHT)))
     assert found == Finding("good", f"{NCCL.choice}: 256 KiB in 60 us, in a CUDA graph 40 us; 64 MiB in 700 us")
-    assert only(check_symmetric_memory(subject(**EIGHT))).level == "good"
+    found = only(check_symmetric_memory(subject(**EIGHT)))
+    assert found.level == "good" and found.what.endswith("64 MiB in 700 us; torch's multicast is off")
 
 
 @pytest.mark.parametrize(
     ("exchange", "level", "words"),
     [
-        (Exchange("NCCL", False, False, 1e-6, 1e-6, 1e-6), "broken", "wrong sum"),
-        (Exchange("NCCL", False, True, 1e-3, 1e-3, 1.0), "slow", "in a CUDA graph 1.0 ms"),
+        (Exchange("NCCL", False, False, False, 1e-6, 1e-6, 1e-6), "broken", "wrong sum"),
+        (Exchange("NCCL", False, False, True, 1e-3, 1e-3, 1.0), "slow", "in a CUDA graph 1.0 ms"),
     ],
 )
 def test_wrong_sums_are_broken_and_slow_ones_slow(
@@ -116,7 +117,7 @@ def test_ranks_that_share_a_gpu_are_slow_without_the_multi_process_service(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    give(monkeypatch, lambda asked: Exchange("NCCL", False, True, 5e-3, 5e-3, 1.0))
+    give(monkeypatch, lambda asked: Exchange("NCCL", False, False, True, 5e-3, 5e-3, 1.0))
     shared = subject(settings={"tensor_parallel_size": 2, "ranks_per_gpu": 2}, gpus=(0,), ranks=2)
     found = only(check_nccl(shared))
     assert found.level == "slow" and "nvidia-cuda-mps-control -d" in found.mend

@@ -1,5 +1,6 @@
 """Which GPUs are checked, and how measurements of GPUs are judged. Functions of torch are replaced."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,14 @@ import torch
 from fake_files import write_files
 from lab.doctor.subjects import subject
 
+from hotset.base import numa
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, MissingDependency
 from hotset.base.units import GIB
 from hotset.lab.doctor import gpus
 from hotset.lab.doctor.gpus import (
     CopyRates,
+    PcieLink,
     check_gpus,
     check_peer_access,
     check_pinning,
@@ -23,6 +26,7 @@ from hotset.lab.doctor.gpus import (
     judge_free_memory,
     judge_peer_access,
     judge_pinning,
+    pcie_link,
 )
 
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=140 * GIB)
@@ -47,7 +51,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         ({}, (0, 1, 2, 3)),
         ({"device": "cuda"}, (0, 1, 2, 3)),
-        ({"device": "cuda:2"}, (0,)),
+        ({"device": "cuda:2"}, (2,)),
         ({"gpus": "3,1"}, (3, 1)),
         ({"tensor_parallel_size": 2}, (0, 1)),
         ({"tensor_parallel_size": 2, "gpus": "2,3"}, (2, 3)),
@@ -58,8 +62,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_the_gpus_of_the_engine_are_checked_or_else_all(
     machine: pytest.MonkeyPatch, settings: dict[str, Any], found: tuple[int, ...]
 ) -> None:
-    if settings.get("device") == "cuda:2":
-        found = (2,)
     assert find_gpus(EngineConfig(**settings)) == found
 
 
@@ -130,18 +132,32 @@ def test_a_kernel_that_does_not_compile_or_is_wrong_is_broken(
     assert found.level == "broken" and found.what == f"Triton {what}"
 
 
+LINK = PcieLink("32.0 GT/s PCIe", 16, 16, 63e9)
+
+
 @pytest.mark.parametrize(
     ("rates", "level", "words"),
     [
-        (CopyRates(0, 55e9, 52e9, 55e9, 63e9), "good", "GPU 0: 55.0 GB/s from the host, 52.0 GB/s to it, over a PCIe"),
-        (CopyRates(0, 55e9, 27e9, 55e9, 63e9), "slow", "27.0 GB/s to it"),
-        (CopyRates(1, 55e9, 52e9, 27e9, 63e9), "slow", "27.0 GB/s while all GPUs copy"),
+        (CopyRates(0, 55e9, 52e9, 55e9, LINK), "good", "16 of 16 lanes of 32.0 GT/s (63.0 GB/s)"),
+        (CopyRates(0, 55e9, 27e9, 55e9, LINK), "slow", "GPU 0: 55.0 GB/s from the host, 27.0 GB/s to it, over PCIe"),
+        (CopyRates(0, 55e9, 52e9, 55e9, replace(LINK, lanes=8)), "slow", "8 of 16 lanes"),
+        (CopyRates(1, 55e9, 52e9, 27e9, LINK), "slow", "27.0 GB/s while all GPUs copy"),
         (CopyRates(1, 20e9, 20e9, 20e9, None), "good", "20.0 GB/s to it"),
     ],
 )
 def test_copies_are_compared_with_the_link_and_with_those_of_all_gpus(rates: CopyRates, level: str, words: str) -> None:
     found = judge_copies(rates)
     assert found.level == level and words in found.what and bool(found.mend) == (level == "slow")
+
+
+def test_the_pcie_link_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (gpus, numa):
+        monkeypatch.setattr(module, "pci_address", {0: "0000:3b:00.0", 1: "0000:af:00.0"}.get)
+    files = {"max_link_speed": "32.0 GT/s PCIe\n", "max_link_width": "16\n", "current_link_width": "8\n"}
+    write_files(tmp_path, {f"sys/bus/pci/devices/0000:3b:00.0/{name}": text for name, text in files.items()})
+    found = pcie_link(0, tmp_path)
+    assert found == PcieLink("32.0 GT/s PCIe", 8, 16, pytest.approx(63.0e9, rel=0.001))
+    assert pcie_link(1, tmp_path) is pcie_link(2, tmp_path) is None
 
 
 def test_pinning_is_slow_if_the_planned_store_takes_minutes() -> None:

@@ -96,8 +96,11 @@ def test_locked_memory_is_checked_if_a_port_of_an_rdma_device_is_active(tmp_path
     limits = "Limit  Soft Limit  Hard Limit  Units\nMax locked memory         65536     65536      bytes\n"
     files: dict[str, object] = {"proc/meminfo": MEMORY, "proc/self/limits": limits}
     files |= {"sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE", "proc/self/status": "CapEff:\t0\n"}
-    found = check_host(subject(gpus=(0,), root=write_files(tmp_path, files)))
+    root = write_files(tmp_path, files)
+    found = check_host(subject(settings={"role": "decode"}, gpus=(0,), root=root))
     assert [finding.level for finding in found if "lock" in finding.what] == ["broken"]
+    found = check_host(subject(gpus=(0,), root=root))
+    assert [finding.level for finding in found if "for handoffs, RDMA devices must lock" in finding.what] == ["slow"]
     write_files(tmp_path, {"proc/self/status": f"CapEff:\t{1 << 14:x}\n"})
     found = check_host(subject(gpus=(0,), root=tmp_path))
     assert [finding.level for finding in found if "lock" in finding.what] == ["good"]
