@@ -80,10 +80,11 @@ def test_a_crash_is_reported_with_its_signal_and_the_last_line_of_its_output() -
         child.call(leave, seconds=SECONDS)
 
 
-def test_the_process_ends_with_its_parent() -> None:
+def test_the_process_ends_with_its_parent_also_in_a_call() -> None:
     script = (
-        "import os, signal\nfrom hotset.lab.doctor.child import ChildProcess\nchild = ChildProcess()\n"
-        "print(child.call(os.getpid, seconds=60), flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, time\nfrom hotset.lab.doctor.child import ChildProcess\nchild = ChildProcess()\n"
+        "print(child.call(os.getpid, seconds=60), flush=True)\nchild._connection.send((time.sleep, (1000,)))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=SECONDS)
     wait_until_ended([int(done.stdout)])
