@@ -62,7 +62,7 @@ class Page:
         return result["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = WAIT_SECONDS) -> Any:
-        """Waits until an expression is true, and returns its value. An element of the page has no value: use `!!`."""
+        """Waits until an expression is true, and returns its value. Elements need `!!` before them."""
         deadline = time.monotonic() + seconds
         while not (value := self.evaluate(script)):
             assert time.monotonic() < deadline, f"{script} is not true after {seconds:g} s"
@@ -115,7 +115,7 @@ def browser(profile: Path) -> Iterator[Page]:
     try:
         yield Page(reading, writing)
     finally:
-        os.close(writing)  # the browser ends with its pipe
+        os.close(writing)  # this ends the browser
         os.close(reading)
         try:
             process.wait(10)

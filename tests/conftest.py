@@ -1,5 +1,5 @@
-"""The order of the test files, the number of examples of hypothesis, garbage collection during collection, and Ctrl-C
-for the programs that tests start."""
+"""Sets the order of the test files and the number of hypothesis examples, starts garbage collection after the tests are
+collected, and lets Ctrl-C end the programs that tests start."""
 
 import gc
 import signal
@@ -7,11 +7,11 @@ import signal
 import pytest
 from examples import load_profile
 
-# Collection creates a million objects that live until the end. Traversing them again and again would take 2 s in each
-# worker, so garbage collection starts after it, and ignores them.
+# Collecting the tests creates a million objects that live until the end. Garbage collection would traverse them again
+# and again, which takes 2 s in each worker. So it starts afterwards, and ignores these objects.
 gc.disable()
 
-# A shell that starts the tests in the background lets them, and all programs that they start, ignore SIGINT.
+# If a shell starts the tests in the background, they ignore SIGINT, and so do the programs that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These files run first, in this order. If a slow file started last, the other workers would be idle at the end.

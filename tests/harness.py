@@ -19,8 +19,10 @@ from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine
 from hotset.engine.decode_graphs import RunnerModel
 from hotset.engine.input_processor import InputProcessor
+from hotset.engine.llm import LLM
 from hotset.engine.sizing import kv_budget
 from hotset.engine.workers.executor import InProcessExecutor
+from hotset.engine.workers.processes import MultiprocessExecutor
 from hotset.memory.device_pool import KvShape
 from hotset.memory.resident import ResidentView
 from hotset.memory.view import View
@@ -40,7 +42,14 @@ class RandomTensors:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def announce(self, name: str, shape: tuple[int, ...], rows: range | None) -> None:
+        pass
+
+    def read(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Tensor:
+        values = self._draw(name, shape)
+        return values if rows is None else values[rows.start : rows.stop]
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         values = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -170,25 +179,40 @@ def run_all(
     return list(answers.values())
 
 
-# Fields with which `tiny_directory` writes a sparse model. Its layers and heads are those of the test.
-SPARSE_FIELDS: dict[str, Any] = {
-    "model_type": "deepseek_v32",
-    "vocab_size": 60,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
+def executor_of(llm: LLM) -> MultiprocessExecutor:
+    """Returns the executor of an engine with several worker processes."""
+    executor = llm._engine.executor
+    assert isinstance(executor, MultiprocessExecutor)
+    return executor
+
+
+def pids_of(llm: LLM) -> list[int]:
+    return [worker.process.pid for worker in executor_of(llm).workers if worker.process.pid is not None]
+
+
+# Fields of config.json with the sizes of a small sparse model.
+DSA_SIZES: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
     "n_group": 2,
     "topk_group": 1,
     "num_experts_per_tok": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "index_topk": 5,
+    "index_head_dim": 16,
+    "index_n_heads": 3,
+}
+# Fields with which `tiny_directory` writes a sparse model. The test adds its numbers of layers and heads.
+SPARSE_FIELDS = DSA_SIZES | {
+    "model_type": "deepseek_v32",
+    "vocab_size": 60,
+    "n_shared_experts": 1,
     "first_k_dense_replace": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 4,
     "index_topk": 8,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
 }
 
 

@@ -22,14 +22,7 @@ import numpy as np
 
 from hotset.base.errors import StartupError, TransferError
 from hotset.engine.ports import Throughput
-from hotset.fleet.transfer.api import (
-    MemoryKind,
-    Meter,
-    Region,
-    Writes,
-    WriteState,
-    WriteTicket,
-)
+from hotset.fleet.transfer.api import MemoryKind, Meter, Region, Writes, WriteState, WriteTicket
 from hotset.fleet.transfer.regions import Description, Regions, decode_description, merge_registered
 from hotset.schedule.handoffs import DeviceEvent
 
@@ -68,7 +61,6 @@ class Faults:
     late_s: tuple[float, float] = (0.1, 1.0)  # from the failure to the arrival of the late bytes
 
     def fate(self, generator: random.Random) -> Fate:
-        """Draws the fate of one list."""
         odds = {Fate.CUT: self.cut, Fate.LOST: self.lost, Fate.SILENT: self.silent, Fate.LATE: self.late}
         drawn = generator.random()
         for fate, probability in odds.items():
@@ -102,7 +94,7 @@ class _Due:
 
 
 class Hub:
-    """Connects endpoints. It owns the clock, the faults and all lists of writes. It may be called from any thread."""
+    """Connects endpoints, and owns the clock, the faults and all lists of writes. It may be called from any thread."""
 
     def __init__(self, faults: Faults | None = None, seed: int = 0, *, threaded: bool = False) -> None:
         self.faults = faults or Faults()  # may be replaced at any time; applies to lists that begin afterwards
@@ -138,10 +130,6 @@ class Hub:
                     due.action()
                 self._begin_ready()
             self._now = max(self._now, now)
-
-    def pump(self) -> None:
-        """Runs the actions that are due, without moving the clock."""
-        self.advance(self.now)
 
     def next_due(self) -> float | None:
         """Returns when the next action is due, or None if nothing is due before an event or a `submit`."""

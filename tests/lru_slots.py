@@ -1,4 +1,5 @@
-"""The slots of a hot buffer in plain Python, the model for its CUDA kernels, its reference and the whole KV memory."""
+"""A model of the slots of a hot buffer, in plain Python. Tests compare the CUDA kernels, their reference and the whole
+KV memory with it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ def slow_if(cases: Iterable[Any], slow: Collection[Any]) -> list[Any]:
 def matrix(*axes: Sequence[Any], together: int = 2) -> list[Any]:
     """Returns every combination of one value per axis, for `pytest.mark.parametrize`.
 
-    A small subset stays unmarked, in which all values of any two axes occur together at least once, or those of any
+    A small subset stays unmarked. It contains every combination of values of any two axes at least once, or of any
     `together` axes. All other combinations are marked `slow`. A value that is a tuple supplies several parameters.
     """
     combinations = list(itertools.product(*(range(len(axis)) for axis in axes)))  # as indices into the axes

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yields a free port of 127.0.0.1, which no other process gets that asks the kernel for any free port.
+    """Yields a free port of 127.0.0.1. No other process that asks the kernel for any free port gets this one.
 
     Without a reservation, another process could get the port between the end of one process and the start of the next.
     The reservation is a socket that is bound but does not listen. With SO_REUSEADDR, which servers and ZeroMQ set too,

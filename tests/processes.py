@@ -1,6 +1,6 @@
 """Starts, finds and pauses other processes, waits for their end, and looks at what they hold.
 
-A process or a thread can end while it is being read: what has ended is left out.
+A process or a thread can end while its files are being read. It is left out of the results then.
 """
 
 import multiprocessing
@@ -17,16 +17,16 @@ TIMEOUT_SECONDS = 60.0
 
 def fork_server() -> Any:
     """Returns a multiprocessing context whose processes are forks of one process that has done the slow imports, and
-    that opens no engine. With "spawn", every process would import torch, which takes seconds of CPU time."""
+    opens no engine. With "spawn", every process would import torch, which takes seconds of CPU time."""
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "nixl"])
     return context
 
 
 def pause(pid: int) -> None:
-    """Stops a process with SIGSTOP and returns when all its threads have stopped.
+    """Stops a process with SIGSTOP, and returns when all its threads have stopped.
 
-    `os.kill` returns earlier, when a thread of the process can still answer a message.
+    `os.kill` alone returns earlier: a thread of the process may then still answer a message.
     """
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + TIMEOUT_SECONDS
@@ -85,15 +85,24 @@ def is_spawned(pid: int) -> bool:
     return b"spawn_main" in command_line(pid)
 
 
+def resident_mib(pid: int) -> float:
+    """Returns the resident memory of a process, 0 if it has ended."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except OSError:
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 def shared_memory_of(pids: Iterable[int]) -> set[Path]:
-    """Returns the files in /dev/shm that the processes have mapped. Tests in parallel have others."""
+    """Returns the files in /dev/shm that these processes have mapped. Other files there belong to other tests."""
     maps = "\n".join(_maps(pid) for pid in pids)
     paths = {Path("/dev/shm", name) for name in re.findall(r"/dev/shm/(\S+)$", maps, re.MULTILINE)}
     return {path for path in paths if path.exists()}
 
 
 def _maps(pid: int) -> str:
-    """Returns the mapped memory of a process, nothing if it has ended."""
+    """Returns the mapped memory of a process. Returns nothing if the process has ended."""
     try:
         return Path(f"/proc/{pid}/maps").read_text()
     except OSError:
@@ -113,8 +122,10 @@ def _state(task: Path) -> str | None:
 
 
 def _stat(task: Path) -> list[str]:
-    """Returns the fields of a `stat` file from the state on, none if the process or thread has ended. They follow its
-    name in parentheses, which can itself contain spaces and parentheses."""
+    """Returns the fields of a `stat` file from the state on, none if the process or thread has ended.
+
+    The fields follow the name in parentheses, which can itself contain spaces and parentheses.
+    """
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -37,7 +37,7 @@ def run_on_terminal(
 ) -> tuple[int, str]:
     """Runs a command whose stdout and stderr are one terminal. Returns its exit status and its output.
 
-    `on_output` is called with all output so far whenever there is more of it.
+    Whenever more output arrives, `on_output` is called with all output so far.
     """
     controller, terminal = pty.openpty()
     output = ""

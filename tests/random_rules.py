@@ -1,7 +1,7 @@
 """State machines that choose their rules at random. An example depends on its seed alone.
 
-Examples of Hypothesis also depend on the constants in all modules that are loaded. A test that demands certain events
-of a limited number of such examples can begin to fail when a module changes that has nothing to do with it.
+Examples of Hypothesis also depend on the constants in all modules that are loaded. If a test requires certain events
+within a limited number of such examples, it can begin to fail after the change of an unrelated module.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def rule(possible: Callable[[Any], object] = lambda machine: True) -> Callable[[
 
 
 def run_example(machine: type[RandomMachine], seed: int, rules: int) -> None:
-    """Applies `rules` random rules to a new machine, or fewer if none is possible. Each example prefers other rules."""
+    """Applies `rules` random rules to a new machine, or fewer if none is possible. Rules have random weights."""
     try:
         example = machine(Random(seed))
         methods = [method for method in vars(machine).values() if hasattr(method, "possible")]

@@ -1,8 +1,8 @@
-"""A model that says what a script tells it to, for tests of answers that no small model would give.
+"""A model that answers with scripts, for tests of answers that no small model would give.
 
-It is a checkpoint like any other. Attention and feed-forward layers are zero, so that the next token depends on the
-current token alone: the rows of the output matrix continue each token of a script with the one after it. A chat
-template chooses the script: it ends the prompt with the token that begins the script.
+It is a checkpoint like any other. Attention and feed-forward layers are zero, so the next token depends on the current
+token alone: the output matrix maps each token of a script to the token after it. The chat template chooses the script:
+it ends the prompt with the token that begins the script.
 """
 
 import json
@@ -15,8 +15,8 @@ from byte_level import BYTES, byte_level
 from safetensors.torch import save_file
 
 END = "<|end|>"
-# Messages are rendered as they are. The last one of the user or of a tool chooses the script: the result of a tool, or
-# the first name of a script that is in the text.
+# Messages are rendered as they are. The last message of the user or of a tool chooses the script. The result of a tool
+# chooses `result`. A message of the user chooses the first script whose name is in the text.
 TEMPLATE = """
 {%- if tools %}{% for tool in tools %}tool {{ tool | tojson }}\\n{% endfor %}{% endif -%}
 {%- for message in messages -%}

@@ -88,7 +88,7 @@ SMALL_STRUCTURES = [
 
 @dataclass(frozen=True)
 class SchemaGenerator:
-    """Makes random schemas of which every answer is short."""
+    """Makes random schemas, all of whose answers are short."""
 
     rng: random.Random
 

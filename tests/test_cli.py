@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from harness import tiny_directory
+from harness import DEMO, tiny_directory
 from pseudo_terminal import run_on_terminal, screen
 from typer.testing import CliRunner
 
@@ -36,7 +36,6 @@ from hotset.fleet.router.config import RouterConfig
 from hotset.models.answer_parser import ThinkParser
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = str(ROOT / "models" / "demo-dsa")
 SERVE_WITHOUT_FASTAPI = """
 import sys
 sys.modules["fastapi"] = None  # Python then treats the package as missing
@@ -118,7 +117,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.mark.parametrize("command", [["serve", "--port", "0"], ["router", "--port", "0"]])
-def test_the_api_key_is_read_from_a_file(
+def test_api_keys_are_read_from_files(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     configs: list[Any] = []
@@ -150,7 +149,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_status_1(arguments: 
     assert done.stderr == "error: cannot write the output: No space left on device\n"
 
 
-def test_an_error_of_the_engine_follows_an_erased_bar_on_a_terminal(tmp_path: Path) -> None:
+def test_the_progress_line_is_erased_before_an_error_of_the_engine(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"damaged, which only the engine notices")
     command = [sys.executable, "-m", "hotset", "serve", tiny_directory(tmp_path), "--port", "0"]
     code, output = run_on_terminal(command, ROOT, os.environ | {"TERM": "xterm"})
@@ -252,9 +251,7 @@ def test_reset_clears_the_chat_and_exit_ends_it(conversation: Conversation) -> N
     assert (conversation.system, conversation.turns) == (None, [])
 
 
-def test_chat_drops_the_oldest_turns_when_the_context_is_full(
-    conversation: Conversation, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_context_drops_the_oldest_turns(conversation: Conversation, capsys: pytest.CaptureFixture[str]) -> None:
     long_questions = ["word " * 40 + str(number) for number in range(3)]
     conversation.run(long_questions)
     assert "the oldest questions and answers were dropped" in capsys.readouterr().err
@@ -286,7 +283,7 @@ class ScriptedLlm:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_reasoning_goes_to_stderr_and_to_the_next_prompt(
+def test_reasoning_goes_to_stderr_and_the_next_prompt(
     terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm: Any = ScriptedLlm()
@@ -297,8 +294,4 @@ def test_reasoning_goes_to_stderr_and_to_the_next_prompt(
     shown = printed.err.replace(NOT_DIM + DIM, "")
     assert shown == 2 * (f"{DIM}I add.{NOT_DIM}\n" if terminal else "I add.\n")
     answer = {"role": "assistant", "content": "2!", "reasoning_content": "I add."}
-    assert llm.asked[1] == [
-        {"role": "user", "content": "1 + 1?"},
-        answer,
-        {"role": "user", "content": "Sure?"},
-    ]
+    assert llm.asked[1] == [{"role": "user", "content": "1 + 1?"}, answer, {"role": "user", "content": "Sure?"}]

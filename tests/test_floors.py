@@ -31,7 +31,6 @@ CORE = {
 FLEET = {
     "fleet": 8,
     "fleet/child_process": 8,
-    "fleet/processes": 8,
     "fleet/kv_events": 8,
     "fleet/ray": 8,
     "fleet/transfer": 8,
@@ -41,14 +40,7 @@ FLEET = {
     "fleet/connections": 10,
     "fleet/local": 10,
 }
-LAB = {
-    "lab": 8,
-    "lab/bench": 8,
-    "lab/doctor": 8,
-    "lab/evaluate": 8,
-    "lab/plan": 9,
-    "lab/simulate": 10,
-}
+LAB = {"lab": 8, "lab/bench": 8, "lab/doctor": 8, "lab/evaluate": 8, "lab/plan": 9, "lab/simulate": 10}
 FLOORS = CORE | FLEET | LAB | {"cli": 11, "__main__": 12}
 GROUPS = ("fleet", "lab")  # folders of folders
 NO_TORCH = (
@@ -58,15 +50,14 @@ NO_TORCH = (
     "fleet/cluster",
     "fleet/kv_events",
     "fleet/local",
-    "fleet/processes",
     "fleet/router",
     "grammar",
     "schedule",
     "serve",
 )
-# The offline API imports these, so they need no package of the server. So does an engine that is connected with others.
+# The offline API imports these, and so does an engine with peers. They must need no package of the server.
 LIBRARY = [folder for folder, floor in CORE.items() if floor <= CORE["engine"]]
-LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/processes", "fleet/ray", "fleet/transfer"]
+LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/ray", "fleet/transfer"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
     *("ray", "gguf", "jinja2", "transformers", "cuda", "llguidance"),
@@ -140,13 +131,12 @@ class Tree:
 
 
 def folder_of(module: str) -> str:
-    """Returns the folder of a module, below `hotset`. What is in `fleet` and `lab` is named like `fleet/router`."""
+    """Returns the folder of a module below `hotset`: one part of its name, or two in `fleet` and `lab`."""
     parts = [*module.split("."), "__init__"][1:]
     return "/".join(parts[: 2 if parts[0] in GROUPS and len(parts) > 2 else 1])
 
 
 def may_import(importer: str, target: str) -> bool:
-    """Returns whether a folder may import another one."""
     neighbours = {importer.partition("/")[0], target.partition("/")[0]} == set(GROUPS)
     return not neighbours and FLOORS.get(importer, 0) > FLOORS.get(target, 0)
 

@@ -1,7 +1,7 @@
 """Checks that invariants that protect data raise InternalError, even in `python -O`, which removes asserts.
 
-Run as a script, this file violates the invariants in VIOLATIONS and prints what each raised. They are those of modules
-that start without torch, which takes seconds to import.
+Run as a script, this file violates the invariants in VIOLATIONS and prints what each raised. It uses only modules that
+start without torch, which takes seconds to import.
 """
 
 import ast
@@ -128,7 +128,7 @@ def test_an_assert_only_narrows_a_type_or_is_in_an_audit() -> None:
     )
 
 
-def test_guarding_asserts_are_told_from_others() -> None:
+def test_only_asserts_that_guard_an_invariant_are_found() -> None:
     source = """
 assert x is not None and isinstance(y, int) and z != "abort"
 assert x is not None and x > 0
@@ -143,7 +143,7 @@ class A:
 
 
 def guarding_asserts(node: ast.AST) -> Iterator[int]:
-    """Yields the lines of the asserts that check more than a type, except those in functions called `audit…`."""
+    """Yields the lines of asserts that check more than a type, except in functions whose names begin with `audit`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef) and child.name.startswith("audit"):
             continue

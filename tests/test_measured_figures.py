@@ -18,24 +18,22 @@ def test_documents_have_the_tables_of_docs_results(capsys: pytest.CaptureFixture
 
 def test_every_table_of_results_is_in_a_document() -> None:
     texts = "\n".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
-    sets = results.read_sets()
+    sets = results.read_sets().values()
     named = {block[1] for block in results.BLOCK.findall(texts)}
-    assert {f"{of.name}/{number}" for of in sets.values() for number in range(len(of.tables))} <= named
-    assert {group for of in sets.values() for line in of.headlines for group in line["groups"]} == {
+    assert {f"{each.name}/{number}" for each in sets for number in range(len(each.tables))} <= named
+    assert {group for each in sets for line in each.headlines for group in line["groups"]} == {
         name.removeprefix("headlines/") for name in named if name == "readme" or name.startswith("headlines/")
     }
 
 
 @pytest.mark.parametrize("name", sorted(results.read_sets()))
-def test_a_set_says_where_it_comes_from(name: str) -> None:
-    of = results.read_sets()[name]
-    assert of.title and of.hardware and of.torch and of.date and of.commit and of.depends_on
-    assert [path for path in of.depends_on if not (ROOT / path).exists()] == []
+def test_a_set_of_results_names_its_origin_and_files_that_exist(name: str) -> None:
+    found = results.read_sets()[name]
+    assert found.title and found.hardware and found.torch and found.date and found.commit and found.depends_on
+    assert [path for path in found.depends_on if not (ROOT / path).exists()] == []
 
 
-def test_figures_are_marked_once_a_file_that_they_depend_on_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_marked_when_a_file_behind_them_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "DATA", tmp_path)
     (tmp_path / "kernel.py").write_text("BLOCKS = 4\n")

@@ -1,4 +1,5 @@
-"""Waits for conditions, with a limit that is long enough for an overloaded machine, and an event that tests set."""
+"""Waits for conditions, with a limit that is long enough for an overloaded machine. Has a clock and an event that
+tests set."""
 
 import asyncio
 import time
@@ -36,6 +37,16 @@ def in_event_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
         asyncio.run(limited())
 
     return run
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 class ManualEvent:

@@ -36,7 +36,7 @@ class Address:
         return f"{self.host}:{self.port}"
 
     def overlaps(self, other: "Address") -> bool:
-        """Returns True if not both addresses can be listened on. Port 0 overlaps no other."""
+        """Returns True if only one of the two addresses can be listened on at a time. Port 0 never overlaps."""
         same_host = self.host == other.host or self.host in WILDCARD_HOSTS or other.host in WILDCARD_HOSTS
         return 0 < self.port == other.port and same_host
 
@@ -95,7 +95,7 @@ class EventsEndpoint:
         return " and ".join(f"{EVENTS_SCHEME}{address}" for address in self.addresses)
 
     def check_other(self, other: Address, flag: str) -> None:
-        """Raises ConfigError if one of the addresses is also that of another server, which `flag` sets."""
+        """Raises ConfigError if an address overlaps `other`, the address of another server, which `flag` sets."""
         for address, own_flag in zip(self.addresses, ("--kv-events", "--kv-events-replay"), strict=False):
             if address.overlaps(other):
                 raise ConfigError(
@@ -105,11 +105,12 @@ class EventsEndpoint:
 
 
 def events_endpoints(events: str | None, replay: str | None, *, public: bool, ranks: int) -> list[EventsEndpoint]:
-    """Reads the addresses --kv-events and --kv-events-replay. Returns the addresses of each data parallel rank, none if
-    `events` is None. Rank n has the ports that are n higher.
+    """Returns the addresses of each data parallel rank, read from --kv-events and --kv-events-replay.
 
-    Raises ConfigError if an address is malformed, if the ports of the two overlap, or if other machines could connect
-    and `public` is not set.
+    Rank n listens on the given ports plus n. The list is empty if `events` is None.
+
+    Raises ConfigError if an address is malformed, if the ports of the two addresses overlap, or if other machines
+    could connect and `public` is not set.
     """
     if events is None:
         return []
@@ -165,8 +166,8 @@ def is_loopback(host: str) -> bool:
 
 
 def normalized_host(host: str) -> str:
-    """Returns the one spelling of a host: IPv6 addresses in brackets, IPv4-mapped ones as IPv4, `localhost` as
-    127.0.0.1, names in lower case."""
+    """Returns the canonical spelling of a host: IPv6 addresses in brackets, IPv4-mapped ones as IPv4, `localhost`
+    as 127.0.0.1, names in lower case."""
     if host == "localhost":
         return "127.0.0.1"
     try:

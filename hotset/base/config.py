@@ -18,8 +18,7 @@ TiersMode = Literal["auto", "off", "always"]
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(EngineSettings):
-    """The settings of an engine, which do not contradict each other. `KvBudget` holds the sizes that are measured at
-    start-up."""
+    """The settings of an engine, checked for contradictions. `KvBudget` holds what is measured at start-up."""
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -72,7 +71,8 @@ class EngineConfig(EngineSettings):
             )
         if self.data_parallel_size > 1 and self.role == "prefill":
             raise ConfigError(
-                "--role prefill does not support --data-parallel-size; start several prefill engines instead, like 2P1D"
+                "--role prefill does not support --data-parallel-size; use --pipeline-parallel-size, whose stages "
+                "compute chunks of a prompt at the same time, or start several prefill engines, like 2P1D"
             )
         if (counts := self.stage_layers) is not None and len(counts) != stages:
             raise ConfigError(
@@ -89,7 +89,7 @@ class EngineConfig(EngineSettings):
             )
 
     def _check_gpus(self) -> None:
-        """Checks what can be known without looking at the machine."""
+        """Checks the settings for GPUs. Whether the machine has these GPUs is checked later."""
         for flag, is_set in (("--gpus", self.gpus is not None), ("--ranks-per-gpu", self.ranks_per_gpu > 1)):
             if is_set and self.device not in (None, "cuda"):
                 raise ConfigError(
@@ -150,7 +150,8 @@ class EngineConfig(EngineSettings):
 HANDOFF_SETTINGS = tuple(declared.name for declared in fields(EngineConfig) if declared.metadata["handoff_only"])
 # Settings that have no effect outside a chat.
 CHAT_SETTINGS = ("chat_template", "default_chat_template_kwargs", "reasoning_parser")
-# Settings that must be the same for all engines behind one router, or that the program that starts the engines chooses.
+# Settings that the engines behind one router cannot choose separately: they must be the same for all engines, or the
+# program that starts the engines sets them.
 COMMON_SETTINGS = (
     "model",
     "tokenizer",

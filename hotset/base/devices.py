@@ -20,7 +20,7 @@ def check_device_name(name: str) -> None:
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
-    """Returns the numbers in a text like "0,1,2,3". Raises ConfigError for any other text, and for a number twice."""
+    """Returns the numbers in a text like "0,1,2,3". Raises ConfigError for any other text and repeated numbers."""
     if not GPU_NUMBERS.fullmatch(text):
         raise ConfigError(f"--gpus takes the numbers of GPUs, like 0,1,2,3, got {text!r}")
     numbers = tuple(int(number) for number in text.split(","))
@@ -41,7 +41,7 @@ def mps_pipe_directory() -> Path:
 def pci_address(gpu: int) -> str | None:
     """Returns the PCI address of a GPU, like "0000:3b:00.0", or None if the driver does not report it.
 
-    `gpu` is its number among those that CUDA_VISIBLE_DEVICES leaves.
+    `gpu` is the number of the GPU among those that CUDA_VISIBLE_DEVICES leaves visible.
     """
     try:
         driver = ctypes.CDLL(GPU_DRIVER)
@@ -55,8 +55,18 @@ def pci_address(gpu: int) -> str | None:
     return address.value.decode().lower()
 
 
+def gpu_driver_version(root: Path = Path("/")) -> str | None:
+    """Returns the version of the loaded GPU driver, like "580.95.05". None if the folder `proc` of `root` has none."""
+    try:
+        text = (root / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"[0-9]+(\.[0-9]+)+", text)
+    return found and found.group()
+
+
 def has_gpu_driver() -> bool:
-    """Returns False if this machine has neither the library nor the files of a GPU driver: torch finds no GPU then."""
+    """Returns whether this machine has the library or the files of a GPU driver. Without them, torch finds no GPU."""
     try:
         ctypes.CDLL(GPU_DRIVER)
     except OSError:

@@ -74,8 +74,8 @@ class EngineSettings:
     )
     gpu_memory_utilization: float = setting(
         0.92,
-        "Share of each GPU's memory that the engine may use, above 0 and up to 1. The KV cache gets what weights and "
-        "steps leave of it. Lower it if other programs use the GPU.",
+        "Share of each GPU's memory that the engine may use, above 0 and up to 1. The KV cache gets what "
+        "remains after weights and steps. Lower it if other programs use the GPU.",
         minimum=0,
         maximum=1,
         positive=True,
@@ -112,7 +112,7 @@ class EngineSettings:
         None,
         "Address at which changes of the prefix cache are published in vLLM's format of KV events, like "
         "tcp://127.0.0.1:5557; port 0 picks a free port. The events contain the tokens of all prompts. With "
-        "--data-parallel-size, rank n uses the port that is n higher. Default: none are published.",
+        "--data-parallel-size, rank n uses this port plus n. Default: no events are published.",
     )
     kv_events_replay: str | None = setting(
         None,
@@ -149,18 +149,18 @@ class EngineSettings:
         None,
         "Speculative decoding: number of tokens to draft for each request and step; 0: none. Drafts change no token, "
         "except with --accept distribution. With more requests, fewer tokens are drafted. Default: 3 on a GPU, if the "
-        "model has a layer for multi-token prediction and drafts pay, as measured at start-up; else 0.",
+        "model has a layer for multi-token prediction and a measurement at start-up shows that drafts pay; else 0.",
         minimum=0,
     )
     speculate_by: Literal["mtp", "lookup"] = setting(
         "mtp",
-        "How tokens are drafted. 'mtp': by the model's own layer for multi-token prediction. 'lookup': as they follow "
-        "the newest tokens elsewhere in the prompt or answer.",
+        "How tokens are drafted. 'mtp': by the model's own layer for multi-token prediction. 'lookup': copied from "
+        "what follows the newest tokens at another place in the prompt or answer.",
     )
     accept: Literal["exact", "distribution"] = setting(
         "exact",
-        "Which drafts are accepted. 'exact': those that equal the token sampled in their place, so that drafts change "
-        "no token. 'distribution': by rejection sampling, which changes tokens, but not their probabilities, and "
+        "Which drafts are accepted. 'exact': drafts that equal the token sampled at their position, so that drafts "
+        "change no token. 'distribution': by rejection sampling, which changes tokens but not their probabilities, and "
         "accepts more drafts of requests with a high temperature.",
     )
     step_timeout: float = setting(
@@ -210,7 +210,7 @@ class EngineSettings:
     )
     gpus: str | None = setting(
         None,
-        "Numbers of the GPUs that the workers use, like 0,1,2,3, among those that CUDA_VISIBLE_DEVICES leaves. "
+        "Numbers of the GPUs that the workers use, like 0,1,2,3, among those that CUDA_VISIBLE_DEVICES leaves visible. "
         "Default: the first ones.",
     )
     ranks_per_gpu: int = setting(
@@ -222,7 +222,7 @@ class EngineSettings:
     collectives: Literal["auto", "nccl"] = setting(
         "auto",
         "How workers on GPUs exchange data within a step. 'auto': symmetric memory where GPUs can address each other, "
-        "NCCL elsewhere; 'nccl': only NCCL, also between workers that share a GPU, as between nodes.",
+        "NCCL elsewhere; 'nccl': only NCCL, also between workers that share a GPU.",
     )
     role: Literal["both", "prefill", "decode"] = setting(
         "both",
@@ -295,7 +295,7 @@ class EngineSettings:
 
     @property
     def events_endpoints(self) -> list[EventsEndpoint]:
-        """The addresses of each data parallel rank's KV events. Empty if none are published."""
+        """The addresses of each data parallel rank's KV events. Empty if no events are published."""
         ranks = self.data_parallel_size
         return events_endpoints(self.kv_events, self.kv_events_replay, public=self.kv_events_public, ranks=ranks)
 

@@ -47,7 +47,7 @@ class ConfigError(StartupError):
 
 
 class KvDoesNotFit(ConfigError):
-    """The KV memory does not hold one request of the configured length, or of two tokens."""
+    """The KV memory cannot hold one request of the configured length or, if none is configured, one of two tokens."""
 
 
 class CheckpointError(StartupError):
@@ -95,8 +95,8 @@ class WrongApiKey(RequestError):
 
 
 class NotAllowed(RequestError):
-    """The request names an address to which this server must not connect for it, or a web page sent it whose origin
-    is not allowed."""
+    """The operator does not allow the request: it names an address to which this server may not connect, or a web page
+    of another origin sent it."""
 
     code = "not_allowed"
 
@@ -145,8 +145,8 @@ class TransferError(HotsetError):
 
 
 class HandoffLost(HotsetError):
-    """The KV of a prompt did not arrive from its prefill worker. The choice that waited for it has no token; other
-    choices of the request may have some."""
+    """The KV of a prompt did not arrive from its prefill worker. The choice that waited for the KV has no token
+    yet; other choices of the request may have some."""
 
     code = "prefill_lost"
 
@@ -195,8 +195,8 @@ class IllegalTransition(HotsetError):
 
 
 class InternalError(AssertionError):
-    """A failed check of what only a bug in Hotset can break. Continuing would corrupt memory, send wrong bytes or leak.
+    """A check failed, which only a bug in Hotset can cause. Continuing would corrupt memory, send wrong bytes or leak.
 
-    It is an AssertionError that `python -O` does not remove. It is not a HotsetError, so that no handler of expected
+    Unlike `assert`, it is not removed by `python -O`. It is not a HotsetError, so that no handler of expected
     errors hides its traceback.
     """

@@ -183,7 +183,7 @@ def config_values(config_type: "type[DataclassInstance]", values: dict[str, Any]
     return {name: value for name, value in (environment | flags).items() if name in names}
 
 
-def with_key_of_file(values: dict[str, Any], file: Path | None) -> dict[str, Any]:
+def with_key_from_file(values: dict[str, Any], file: Path | None) -> dict[str, Any]:
     """Returns the flags' values with the API key from `file`, if it is given.
 
     Raises ConfigError if the file has no key or if --api-key is given too. Warns about --api-key, which every user of
@@ -270,8 +270,8 @@ class CliGroup(TyperGroup):
 def _usage_errors_printed(command: Any, ctx: Any, args: Sequence[str]) -> Iterator[None]:
     """Prints the error of a wrong command line in plain text, and exits with status 2.
 
-    Typer would draw a frame around it with rich, whose import takes a quarter of the time to the answer. Typer bundles
-    a copy of click, so the classes of the errors have no names that all versions of Typer export.
+    Typer would frame the error with rich, whose import takes a quarter of the time until the error appears. Typer
+    bundles a copy of click, and not all versions export the classes of its errors, so they are found by name.
     """
     typed_words = [word.partition("=")[0] for word in args]  # parsing empties `args`
     try:

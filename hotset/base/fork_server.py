@@ -1,9 +1,9 @@
-"""A process that imports and builds once what its workers need, and forks a worker in milliseconds.
+"""A fork server imports and builds once what its workers need, and then forks a worker in milliseconds.
 
-Texts of clients become programs: templates, grammars, checks of schemas. None of them may stop this process or fill its
-memory, so they run as jobs in workers, which have limits on CPU time, waiting time and memory, and which are killed
-when they exceed one. A fork server prepares what is slow to build (a compiled template, the tables of a vocabulary);
-its workers share this memory. It imports neither torch nor the engine, and its environment contains only ENVIRONMENT,
+Clients send texts that act like programs: templates, grammars, JSON schemas. None of them may stop this process or fill
+its memory, so they run as jobs in workers. A worker has limits on CPU time, waiting time and memory, and is killed when
+it exceeds one. The server prepares what is slow to build (a compiled template, the tables of a vocabulary), and its
+workers share this memory. It imports neither torch nor the engine, and its environment contains only ENVIRONMENT,
 and so no secrets. If this process dies, the fork server reads the end of its input and exits, and Linux kills its
 workers.
 
@@ -33,8 +33,8 @@ from hotset.base.units import MIB, show_bytes
 
 START_SECONDS = 60.0  # time limit for starting the server, and for forking a worker
 END_SECONDS = 5.0  # time limit for the server to end a worker
-WAIT_FACTOR = 30  # how many times its CPU time a job may take: on a busy machine, it has a small share of a core
-SERVER_BYTES = 4096 * MIB  # address space of the server, for what has no limit of its own
+WAIT_FACTOR = 30  # time limit of a job, as a multiple of its CPU time: on a busy machine, it gets little of a core
+SERVER_BYTES = 4096 * MIB  # limit of the address space between jobs and preparations, which have limits of their own
 MAX_MESSAGE_BYTES = 512 * MIB
 MAX_REASON_CHARACTERS = 1000
 NICENESS = 10  # of workers: steps of the engine come first
@@ -80,7 +80,7 @@ class ForkServer:
             "memory_bytes": memory_bytes,
         }
         with self._lock:
-            self._running()
+            self._ensure_running()
             self._exchange(request, START_SECONDS + WAIT_FACTOR * cpu_seconds)
             self._preparations[name] = request
 
@@ -90,11 +90,11 @@ class ForkServer:
         ours, theirs = socket.socketpair()
         try:
             with self._lock:
-                self._running()
+                self._ensure_running()
                 request = {"fork": memory_bytes, "niceness": niceness}
                 pid = int(self._exchange(request, START_SECONDS, (theirs.fileno(), *fds)))
                 process = self._process
-                assert process is not None, "it has answered"
+                assert process is not None, "the server has answered"
         except BaseException:
             ours.close()
             raise
@@ -103,8 +103,12 @@ class ForkServer:
         return Worker(self, process, pid, ours)
 
     def end(self, process: "subprocess.Popen[bytes]", pid: int) -> int | None:
-        """Kills a worker that `process` has forked. Returns its exit code, negative for a signal, or None if it is
-        unknown: if that process has been replaced, its workers have ended with it, and others may have their ids."""
+        """Kills a worker that the server process `process` has forked. Returns the worker's exit code, negative for a
+        signal, or None if it is unknown.
+
+        If `process` has been replaced, nothing is killed: its workers ended with it, and other processes may have
+        their ids.
+        """
         with self._lock, contextlib.suppress(JobFailed):
             if process is self._process:
                 return int(self._exchange({"end": pid}, END_SECONDS))
@@ -115,16 +119,16 @@ class ForkServer:
         self.closed = True
         process = self._process
         if process is not None:
-            process.kill()  # before the lock is taken: another thread may wait for the server
+            process.kill()  # before the lock is taken: its owner may be waiting for the server
         with self._lock:
             self._drop()
 
     def check_open(self) -> None:
         """Raises EngineStopped after `close`."""
         if self.closed:
-            raise EngineStopped("the processes of this model's templates and structures have ended: it was closed")
+            raise EngineStopped("this model was closed, which ended the processes of its templates and structures")
 
-    def _running(self) -> None:
+    def _ensure_running(self) -> None:
         """Starts the server if it does not run."""
         self.check_open()
         if self._process is not None and self._process.poll() is None:
@@ -151,13 +155,13 @@ class ForkServer:
         self._finalizer = weakref.finalize(self, _kill, self._process, ours)  # also when the interpreter exits
         for request in self._preparations.values():
             self._exchange(request, START_SECONDS + WAIT_FACTOR * request["cpu_seconds"])
-        if self.closed:  # meanwhile
+        if self.closed:  # by another thread meanwhile
             self._drop()
             self.check_open()
 
     def _exchange(self, request: Mapping[str, Any], seconds: float, fds: Sequence[int] = ()) -> Any:
         process, control = self._process, self._control
-        assert process is not None and control is not None, "it runs"
+        assert process is not None and control is not None, "the server runs"
         deadline = time.monotonic() + seconds
         try:
             _send(control, request, deadline, fds)
@@ -169,7 +173,7 @@ class ForkServer:
             answer = None
         if answer is None:
             self._drop()
-            raise JobFailed(_end_of(process.returncode, request.get("cpu_seconds", 0.0)))
+            raise JobFailed(_describe_end(process.returncode, request.get("cpu_seconds", 0.0)))
         return _value_of(answer)
 
     def _drop(self) -> None:
@@ -187,7 +191,7 @@ class Worker:
         """`process` is the server process that has forked this one."""
         self.pid = pid
         self._server, self._process, self._connection = server, process, connection
-        self.grown_bytes = 0  # how much more memory it has used than when it was forked
+        self.grown_bytes = 0  # growth of its peak memory since it was forked
         self._ended = False
         weakref.finalize(self, connection.close)
 
@@ -208,8 +212,8 @@ class Worker:
         """Runs a job and returns its result.
 
         Raises RequestError if the job does, and JobFailed if it takes more than `cpu_seconds` of CPU time or more than
-        `wall_seconds` (by default WAIT_FACTOR times as long), needs too much memory, or its process dies. The worker
-        has ended then. `arguments` must consist of JSON values; otherwise TypeError or ValueError is raised.
+        `wall_seconds` (by default WAIT_FACTOR times as long), needs too much memory, or its process dies. After
+        JobFailed, the worker has ended. Raises TypeError or ValueError if `arguments` are not JSON values.
         """
         seconds = WAIT_FACTOR * cpu_seconds if wall_seconds is None else wall_seconds
         message = _encoded({"function": job, "arguments": dict(arguments), "cpu_seconds": cpu_seconds})
@@ -225,7 +229,7 @@ class Worker:
         if answer is None:
             code = self.end()
             self._server.check_open()
-            raise JobFailed(_end_of(code, cpu_seconds))
+            raise JobFailed(_describe_end(code, cpu_seconds))
         self.grown_bytes = int(answer["grown"])
         if "failed" in answer:
             self.end()
@@ -251,7 +255,7 @@ def _value_of(answer: Mapping[str, Any]) -> Any:
     return answer["value"]
 
 
-def _end_of(code: int | None, cpu_seconds: float) -> str:
+def _describe_end(code: int | None, cpu_seconds: float) -> str:
     if code == -signal.SIGPROF:
         return f"did not finish within {cpu_seconds:g} s of CPU time"
     if code is None:
@@ -268,7 +272,7 @@ def _kill(process: "subprocess.Popen[bytes]", control: socket.socket) -> None:
 def main(control_fd: int) -> None:
     """Runs in the server process until the other end of the control socket is closed."""
     control = socket.socket(fileno=control_fd)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a library that aborts on a hostile text writes no file
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a library that aborts on a hostile text writes no core file
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, _all_cores_but_one())
     prepared: Prepared = {}
@@ -276,7 +280,7 @@ def main(control_fd: int) -> None:
         request, fds = received
         if "fork" in request:
             gc.collect()
-            gc.freeze()  # objects that exist now are not written to by collections, so that workers share their memory
+            gc.freeze()  # later collections do not write to the objects that exist now, so workers share their memory
             server = os.getpid()
             pid = os.fork()
             if pid == 0:
@@ -289,7 +293,7 @@ def main(control_fd: int) -> None:
                     os._exit(0)
             answer: dict[str, Any] = {"value": pid}
         elif "end" in request:
-            os.kill(request["end"], signal.SIGKILL)  # nobody else waits for it, so its id cannot belong to another
+            os.kill(request["end"], signal.SIGKILL)  # only this process can reap it, so its id was not reused
             _, status = os.waitpid(request["end"], 0)
             answer = {"value": os.waitstatus_to_exitcode(status)}
         else:
@@ -303,7 +307,7 @@ def main(control_fd: int) -> None:
 
 
 def _all_cores_but_one() -> list[int]:
-    """Returns the cores of this server and its workers, which never take the last one."""
+    """Returns the cores for this server and its workers. If there are several, one is left to the engine."""
     cores = sorted(os.sched_getaffinity(0))
     return cores[1:] or cores
 
@@ -355,7 +359,7 @@ def _peak_bytes() -> int:
 
 
 def _encoded(message: Mapping[str, Any]) -> bytes:
-    """Returns a message with its length. JSON in ASCII has no trouble with lone surrogates."""
+    """Returns a message after its length. The JSON is ASCII, so lone surrogates cause no error."""
     text = json.dumps(message).encode()
     return len(text).to_bytes(4, "big") + text
 

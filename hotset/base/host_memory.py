@@ -76,8 +76,8 @@ def cgroup_cpus(root: Path = Path("/")) -> float | None:
 
 
 def return_free_memory() -> None:
-    """Gives the memory that this process has freed back to the system. The C library keeps what lies below memory that
-    is still in use. Takes milliseconds."""
+    """Returns to the system the memory that this process has freed, except what lies below memory that is in use. Takes
+    milliseconds."""
     with contextlib.suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -94,7 +94,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yields the folders of this process's groups up to the topmost one, and their version of cgroups.
 
     In a container, /proc can show the path of a group as seen from outside. Its folder is missing then, and the topmost
-    folder is that of the container.
+    folder is the one of the container.
     """
     mounts = root / CGROUPS
     for line in _lines(root / "proc/self/cgroup"):
@@ -123,7 +123,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in a file, or None if there is none: "max" means no limit."""
+    """Returns the number in a file, or None if the file has none, like "max" for no limit."""
     lines = _lines(path)
     return int(lines[0]) if lines and lines[0].isdecimal() else None
 

@@ -7,22 +7,22 @@ from typing import Any
 from hotset.base.fork_server import ForkServer, Worker
 from hotset.base.units import MIB
 
-GROWN_BYTES = 8 * MIB  # a worker whose memory has grown by more ends after its job: a new one is there in 3 ms
-MAX_WORKERS = 4  # idle ones are kept; a worker that waits needs some 3 MiB
+MAX_GROWTH_BYTES = 8 * MIB  # a worker whose memory has grown by more is replaced; forking a new one takes 3 ms
+MAX_WORKERS = 4  # idle workers are kept; each needs about 3 MiB
 
 
 class JobPool:
-    """Up to MAX_WORKERS workers, which are forked when they are needed. Thread-safe: a thread waits for a free one."""
+    """Owns up to MAX_WORKERS workers, forked when needed. Thread-safe: `run` waits until a worker is idle."""
 
     def __init__(self, memory_bytes: int) -> None:
         """Each job may use `memory_bytes` in addition to the memory of the prepared objects."""
         self.server = ForkServer()
         self._memory_bytes = memory_bytes
-        # Workers that no thread uses. None stands for a worker that is not forked yet.
-        self._idle: queue.LifoQueue[tuple[int, Worker] | None] = queue.LifoQueue()
+        # Idle workers, each with the number of preparations when it was forked. None: it is not forked yet.
+        self._idle: queue.LifoQueue[tuple[Worker | None, int]] = queue.LifoQueue()
         for _ in range(MAX_WORKERS):
-            self._idle.put(None)
-        self._num_preparations = 0  # a worker forked before the newest preparation lacks that object
+            self._idle.put((None, 0))
+        self._num_preparations = 0  # a worker forked before the newest preparation lacks the prepared object
 
     def prepare(
         self, name: str, function: str, arguments: Mapping[str, Any], *, cpu_seconds: float, memory_bytes: int
@@ -33,19 +33,20 @@ class JobPool:
 
     def run(self, job: str, arguments: Mapping[str, Any], cpu_seconds: float, wall_seconds: float | None = None) -> Any:
         """Runs a job in a worker and returns its result. Raises like `Worker.run`."""
-        idle = self._idle.get()
+        worker, preparations = self._idle.get()
         try:
             self.server.check_open()
-            if idle is not None and (not idle[1].alive or idle[0] < self._num_preparations):
-                idle[1].end()
-                idle = None
-            if idle is None:
-                idle = self._num_preparations, self.server.fork(self._memory_bytes)
-            return idle[1].run(job, arguments, cpu_seconds, wall_seconds)
+            if worker is not None and (not worker.alive or preparations < self._num_preparations):
+                worker.end()
+                worker = None
+            if worker is None:
+                preparations = self._num_preparations
+                worker = self.server.fork(self._memory_bytes)
+            return worker.run(job, arguments, cpu_seconds, wall_seconds)
         finally:
-            if idle is not None and idle[1].grown_bytes > GROWN_BYTES:
-                idle[1].end()
-            self._idle.put(idle)
+            if worker is not None and worker.grown_bytes > MAX_GROWTH_BYTES:
+                worker.end()
+            self._idle.put((worker, preparations))
 
     def close(self) -> None:
         """Kills the server and all workers. A job in progress fails. Idempotent."""

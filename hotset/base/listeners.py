@@ -1,7 +1,7 @@
 """Network interfaces of this machine, and the sockets on which this process listens.
 
-Libraries open ports of their own. Some of these ports let anyone who can reach them write to the memory of the process,
-without a secret: UCX over TCP does. Every process therefore checks its listening sockets before it serves.
+Libraries open ports of their own. Some of these ports, like those of UCX over TCP, let anyone who can reach them write
+to the memory of the process without a secret. Every process therefore checks its listening sockets before it serves.
 """
 
 import ctypes
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from hotset.base.address import Address, ControlPort, is_loopback, normalized_host
 from hotset.base.errors import ConfigError, StartupError
+from hotset.base.rdma import rdma_devices
 
 LOOPBACK_INTERFACE = "lo"
-RDMA_DEVICES = "/sys/class/infiniband"
 MAX_INTERFACE_NAME = 16  # IFNAMSIZ of Linux
 
 
@@ -109,11 +109,11 @@ def listeners() -> list[Listener]:
 
 @contextmanager
 def confined_to(interface: str) -> Iterator[None]:
-    """At the end of the block, binds to one interface all sockets on which this process began to listen during it.
+    """At the end of the block, confines all sockets on which this process began to listen in the block to `interface`.
 
-    They then accept only connections that arrive through this interface. Connections that were accepted before are
-    ended: no peer knows these ports yet. This is for libraries that listen on all addresses and cannot be configured.
-    Raises StartupError if the system does not allow it.
+    They then accept only connections that arrive through this interface. Earlier connections to them are closed: they
+    cannot come from peers, which do not know the ports yet. This is for libraries that listen on all addresses and
+    cannot be configured. Raises StartupError if the system does not allow it.
     """
     known = {_inode(opened) for opened in _tcp_sockets()}
     yield
@@ -136,9 +136,9 @@ def confined_to(interface: str) -> Iterator[None]:
 def transfer_interface(control: ControlPort, interface: str | None, secret: str | None) -> str:
     """Returns the interface on which a transfer engine listens: `interface`, or the loopback interface by default.
 
-    It is an interface, an RDMA device, or several of them separated by commas. Raises ConfigError if this machine does
-    not have it. Also raises ConfigError if other machines can reach the control port or the interface and no secret is
-    given, or if they can reach the control port and no interface is given.
+    `interface` names network interfaces or RDMA devices, separated by commas. Raises ConfigError if this machine lacks
+    one of them, if other machines can reach one of them and no secret is given, or if other machines can reach the
+    control port and no interface is given.
     """
     found = interface_addresses()
     listed = ", ".join(f"{name} ({', '.join(hosts) or 'no address'})" for name, hosts in found.items())
@@ -200,11 +200,6 @@ def interface_addresses() -> dict[str, tuple[str, ...]]:
     finally:
         libc.freeifaddrs(first)
     return found
-
-
-def rdma_devices() -> list[str]:
-    """Returns the names of the RDMA devices of this machine, without ports, like mlx5_0."""
-    return os.listdir(RDMA_DEVICES) if os.path.isdir(RDMA_DEVICES) else []
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:

@@ -7,7 +7,7 @@ from hotset.base.units import GIB
 CPU_POOL_SHARE = 0.25  # share of free memory for each pool (device pool, host store) of an engine on a CPU
 CPU_POOL_MAX_BYTES = 4 * GIB  # limit for each of these pools
 HOST_STORE_SHARE = 0.5  # share of free host memory for the host store of an engine on a GPU
-MAX_HOST_STORE_SHARE = 0.8  # the share that this host store takes at most, if the device pool is large
+MAX_HOST_STORE_SHARE = 0.8  # upper limit of this share, if the device pool is large
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""How a statistic is declared: as a field of a dataclass, whose metadata says how /metrics shows it."""
+"""Declares statistics as fields of dataclasses. The metadata of a field says how /metrics shows its statistic."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -14,7 +14,7 @@ class Metric:
     kind: Literal["gauge", "counter"]
     name: str
     help: str
-    label: str | None = None  # of a statistic with a count for each value of a label
+    label: str | None = None  # the name of the label, if there is a count for each of its values
     label_values: tuple[str, ...] = ()  # values that are shown even if nothing was counted
 
 
@@ -28,8 +28,8 @@ def counter(name: str, help: str) -> Any:
     return field(default=0, metadata={METRIC: Metric("counter", name, help)})
 
 
-def counts(name: str, help: str, label: str, label_values: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Returns the metadata of a field with totals since the start, by the value of a label."""
+def labelled_counter(name: str, help: str, label: str, label_values: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Returns the metadata of a field that holds a total since the start for each value of a label."""
     return {METRIC: Metric("counter", name, help, label, label_values)}
 
 

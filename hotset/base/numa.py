@@ -1,5 +1,5 @@
-"""The memory topology of this machine, read from sysfs: NUMA nodes, node and link of each GPU, and huge pages. Also how
-memory gets to the NUMA nodes of GPUs.
+"""The memory topology of this machine, read from sysfs: NUMA nodes, the node and the link of each GPU, and huge pages.
+Also how memory gets to the NUMA nodes of GPUs.
 
 A NUMA node is a part of the memory, and the processors and devices that reach it fastest. Huge pages are units of
 memory of 2 MiB, say, instead of 4 KiB: mapping and pinning them takes a fraction of the time.
@@ -82,7 +82,7 @@ def numa_nodes(root: Path = Path("/")) -> tuple[NumaNode, ...]:
 
 
 def gpu_node(gpu: int, root: Path = Path("/")) -> int | None:
-    """Returns the node of a GPU. None if the system does not know."""
+    """Returns the NUMA node of a GPU, or None if the system does not know it."""
     address = pci_address(gpu)
     text = "" if address is None else _read(root / "sys/bus/pci/devices" / address / "numa_node")
     return int(text) if text.isdecimal() else None  # "-1" means unknown
@@ -144,7 +144,7 @@ def bind_threads(cpus: Collection[int]) -> None:
 
 
 def gpu_link_bytes_per_second(gpu: int, root: Path = Path("/")) -> float | None:
-    """Returns how fast the PCIe link of a GPU can be, in one direction. None if the system does not know."""
+    """Returns the speed of a GPU's PCIe link in one direction, or None if the system does not know it."""
     address = pci_address(gpu)
     if address is None:
         return None

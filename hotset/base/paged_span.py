@@ -1,4 +1,4 @@
-"""Where rows of a context are in paged memory, by addresses: the description that processes exchange."""
+"""Describes at which addresses of paged memory the rows of a context are. Processes exchange these descriptions."""
 
 from dataclasses import dataclass
 

@@ -12,13 +12,14 @@ LIBC = ctypes.CDLL(None)  # loaded now, because a child must not load libraries 
 def resume_if_parent_dies(parent: int | None = None) -> None:
     """Makes Linux send SIGCONT to this process when its parent dies. If `parent` is given and has died, exits.
 
-    A process that is stopped then runs again and can notice the end of its parent. Others ignore the signal.
+    SIGCONT makes a stopped process run again, so that it can notice the end of its parent. A running process ignores
+    the signal.
     """
     _signal_if_parent_dies(signal.SIGCONT, parent)
 
 
 def kill_if_parent_dies(parent: int) -> None:
-    """Makes Linux kill this process when `parent` dies, which must be its parent, or now if it has died."""
+    """Makes Linux kill this process when its parent dies. Exits if the parent is no longer `parent`."""
     _signal_if_parent_dies(signal.SIGKILL, parent)
 
 
@@ -29,8 +30,8 @@ def _signal_if_parent_dies(number: signal.Signals, parent: int | None) -> None:
 
 
 def terminate_if_parent_dies() -> None:
-    """Makes this process receive SIGTERM when the process that is named in PARENT_VARIABLE dies, also if this one is
-    stopped then. Does nothing without that variable.
+    """Makes this process receive SIGTERM when its parent, which PARENT_VARIABLE names, dies, even if this process is
+    stopped. Does nothing without that variable.
 
     Linux sends SIGCONT (see `resume_if_parent_dies`), because a stopped process does not see SIGTERM.
     """

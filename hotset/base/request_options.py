@@ -1,4 +1,4 @@
-"""What a request asks of the engine beside its answer: where its KV is stored, and whose prefixes it may reuse."""
+"""Options of a request that do not change its answer, like where its KV is stored and whose prefixes it may reuse."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -12,9 +12,8 @@ MAX_CACHE_SALT_CHARACTERS = 256
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """The options of one request, from the HTTP request or `LLM` to the scheduler. Invalid values raise RequestError.
-
-    `InputProcessor` checks them against the model, and normalizes `prefill_at`.
+    """The options of one request, which the HTTP server or `LLM` passes to the scheduler. Invalid values raise
+    RequestError. `InputProcessor` checks the options against the model, and normalizes `prefill_at`.
     """
 
     tiers: TiersChoice = "auto"  # where KV is stored; 'auto': the engine decides

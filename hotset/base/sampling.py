@@ -4,7 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from hotset.base.errors import RequestError
 from hotset.base.structure import Structure
@@ -18,7 +18,7 @@ MAX_LOGIT_BIASES = 1024
 Alternatives = Mapping[int, tuple[float, int]]  # token id -> (log-probability, rank); includes the sampled token
 
 
-def _refuse(param: str, message: str) -> None:
+def _refuse(param: str, message: str) -> NoReturn:
     raise RequestError(f"{param} {message}", param=param, code="invalid_value")
 
 
@@ -36,7 +36,7 @@ class Parameter:
     fields: Literal["all", "completions"] | None = None
     help: str | None = None  # describes these fields
     recommended: bool = False  # `generation_config.json` of a model may set the default
-    effect: Literal["truncates", "penalises"] | None = None  # of any value but the default
+    effect: Literal["truncates", "penalises"] | None = None  # of every value except the default
 
     def check(self, name: str, value: object) -> None:
         """Raises RequestError unless the value is a number in the range."""
@@ -76,7 +76,6 @@ _BIAS = Parameter(-100.0, 100.0)
 def _as_tuple(param: str, values: object) -> tuple[Any, ...]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         _refuse(param, f"must be a list, got {values!r}")
-        return ()
     return tuple(values)
 
 
@@ -87,8 +86,8 @@ class SamplingParams:
     The parameters take effect on the logits in this order: `logit_bias`, repetition, presence and frequency penalties,
     `min_tokens` (stop ids are excluded), `structure` (tokens that do not fit it are excluded), temperature, `top_k`,
     `top_p`, `min_p`, draw. The random number of a draw depends only on the seed and the token's position, so it does
-    not change if the request is parked or handed over. Reported log-probabilities, those of the prompt too, are those
-    of the logits before any of these changes.
+    not change if the request is parked or handed over. Reported log-probabilities, also those of the prompt, are
+    computed from the logits before any of these changes.
     """
 
     n: int = _count(1, 1, MAX_CHOICES)
@@ -112,7 +111,7 @@ class SamplingParams:
     ignore_eos: bool = False
     # The number of alternatives to report in addition to the sampled token
     logprobs: int | None = _count(None, 0, MAX_LOGPROBS, optional=True)
-    # The same for every token of the prompt, except the first
+    # The number of alternatives to report for each token of the prompt, except the first
     prompt_logprobs: int | None = _count(None, 0, MAX_LOGPROBS, optional=True)
     logit_bias: Mapping[int, float] | None = None
     skip_special_tokens: bool = True
@@ -175,7 +174,7 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """True if parameters restrict the tokens that can be drawn, unless the request is greedy."""
+        """True if parameters restrict which tokens can be drawn. They have no effect on a greedy request."""
         return self._has_effect("truncates")
 
     @property

@@ -22,7 +22,8 @@ def setting(
     """Declares a field with the help text of its flag and the values that `check_settings` accepts.
 
     A Literal needs no `choices`. `positive` means a finite number above 0. `handoff_only` marks a setting that only
-    prefill and decode workers have. `metavar` stands for a value of a setting with several texts.
+    prefill and decode workers have. `metavar` marks a setting that takes several texts, and stands for one of
+    them in the help.
     """
     rules = {"choices": choices, "minimum": minimum, "maximum": maximum, "positive": positive}
     return field(default=default, metadata={"help": help, "handoff_only": handoff_only, "metavar": metavar, **rules})

@@ -18,6 +18,7 @@ LOGGER = logging.getLogger("hotset.progress")
 
 DRAW_SECONDS = 0.2
 LOG_SECONDS = 10.0
+PACE_SECONDS = 1.0  # a shorter time says little about the rate
 BAR_WIDTH = 20
 DEFAULT_COLUMNS = 80
 ERASE_TO_END = "\x1b[K"
@@ -35,12 +36,12 @@ class TaskProgress:
 
     @property
     def amount(self) -> str:
-        """Text like "34 % of 1.2 GiB" or "3 of 12". If the total is not known, only the details."""
+        """Text like "0.4 GiB of 1.2 GiB" or "3 of 12". If the total is not known, only the details."""
         details = f", {self.details}" if self.details else ""
         if not self.total:
             return self.details
         if self.in_bytes:
-            return f"{100 * self.done // self.total} % of {show_bytes(self.total)}{details}"
+            return f"{show_bytes(self.done)} of {show_bytes(self.total)}{details}"
         return f"{self.done} of {self.total}{details}"
 
 
@@ -57,8 +58,35 @@ def show_counts(show: ShowProgress, title: str, *, in_bytes: bool = False) -> Ca
     return lambda done, total: show(TaskProgress(title, done, total, in_bytes))
 
 
+class TaskTimer:
+    """Passes the progress of tasks on, and measures how long each of them takes. One begins when another ends."""
+
+    def __init__(self, show: ShowProgress, clock: Callable[[], float] = time.monotonic) -> None:
+        self._show, self._clock = show, clock
+        self._began = self._since = clock()
+        self._title = "preparing"  # what comes before the first task
+        self._seconds: dict[str, float] = {}
+
+    def show(self, progress: TaskProgress) -> None:
+        if progress.title != self._title:
+            self._end_task()
+            self._title = progress.title
+        self._show(progress)
+
+    def summary(self) -> str:
+        """Returns text like "24.1 s: preparing 0.3, Loading m 9.0", with the seconds of all tasks so far."""
+        self._end_task()
+        tasks = ", ".join(f"{title} {seconds:.1f}" for title, seconds in self._seconds.items())
+        return f"{self._since - self._began:.1f} s: {tasks}"
+
+    def _end_task(self) -> None:
+        now = self._clock()
+        self._seconds[self._title] = self._seconds.get(self._title, 0.0) + now - self._since
+        self._since = now
+
+
 class StatusLine:
-    """The line of the tasks that run during a `with` block, one after the other.
+    """Shows the tasks that run in a `with` block, one after the other.
 
     On a terminal the line is erased at the end of the block, also after an error or Ctrl-C, so that the next message
     starts on an empty line. The cursor is never hidden and rests at the start of the line. If this process is killed,
@@ -71,6 +99,7 @@ class StatusLine:
         self._is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._interval = DRAW_SECONDS if self._is_terminal else log_seconds or LOG_SECONDS
         self._progress, self._since = TaskProgress(title), time.monotonic()
+        self._done_before = 0  # of the current task, when it was first shown
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hotset-status", daemon=True)
@@ -79,7 +108,7 @@ class StatusLine:
         """Records how far the current task is. A new title begins a new task."""
         with self._lock:
             if progress.title != self._progress.title:
-                self._since = time.monotonic()
+                self._since, self._done_before = time.monotonic(), progress.done
             self._progress = progress
 
     def print(self, text: str) -> None:
@@ -105,8 +134,9 @@ class StatusLine:
                 if self._is_terminal:
                     self._write(f"{self._line()}{ERASE_TO_END}\r")
                 else:
+                    seconds = time.monotonic() - self._since
                     amount = f": {self._progress.amount}" if self._progress.amount else ""
-                    LOGGER.info("%s%s, %.0f s", self._progress.title, amount, time.monotonic() - self._since)
+                    LOGGER.info("%s%s%s, %.0f s", self._progress.title, amount, self._pace(seconds), seconds)
 
     def _line(self) -> str:
         """The text on a terminal, cut to the width of the terminal."""
@@ -117,8 +147,17 @@ class StatusLine:
             full, empty = "━─" if (self._stream.encoding or "").lower().startswith("utf") else "#-"
             parts.append(full * filled + empty * (BAR_WIDTH - filled))
         if progress.amount:
-            parts.append(f"{progress.amount},")
+            parts.append(f"{progress.amount}{self._pace(seconds)},")
         return " ".join([*parts, f"{seconds:.0f} s"])[: self._columns() - 1]
+
+    def _pace(self, seconds: float) -> str:
+        """Text like ", 3.1 GB/s, 9 s left" for a task that has counted bytes for some seconds, else nothing."""
+        progress = self._progress
+        done = progress.done - self._done_before
+        if not progress.in_bytes or progress.total is None or done <= 0 or seconds < PACE_SECONDS:
+            return ""
+        rate = done / seconds
+        return f", {rate / 1e9:.1f} GB/s, {(progress.total - progress.done) / rate:.0f} s left"
 
     def _columns(self) -> int:
         with suppress(OSError, ValueError):  # the stream is no file

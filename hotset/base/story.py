@@ -1,9 +1,9 @@
-"""The story of a request: when it changed its phase, and when its rows changed their place."""
+"""The story of a request: when its phase and its residence changed."""
 
 import time
 from typing import Literal, NamedTuple
 
-MAX_EVENTS = 64  # of one story; of a longer one, the middle is left out
+MAX_EVENTS = 64  # of one story; in a longer one, the middle is missing
 
 Lane = Literal["phase", "residence"]
 
@@ -23,7 +23,7 @@ class Story:
 
     def __init__(self) -> None:
         self.events: list[StoryEvent] = []
-        self.num_events = 0  # including those that were left out
+        self.num_events = 0  # including the missing ones
 
     def record(self, lane: Lane, state: str) -> None:
         if len(self.events) == MAX_EVENTS:

@@ -35,7 +35,7 @@ class Structure:
     - "json_object": empty; the answer is any JSON object
     - "json_schema": the JSON text of a schema
     - "regex": a regular expression that the whole answer matches
-    - "choice": the JSON text of a list of texts, of which the answer is one
+    - "choice": the JSON text of a list of texts; the answer is one of them
     - "grammar": a grammar in Lark syntax as llguidance reads it (`%json {…}` stands for JSON by a schema), or in GBNF
 
     If `after` is not empty, the structure begins after the first occurrence of this text, and what comes before is

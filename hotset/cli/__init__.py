@@ -25,7 +25,7 @@ from hotset.base.flags import (
     CliGroup,
     config_values,
     with_flags,
-    with_key_of_file,
+    with_key_from_file,
 )
 from hotset.base.listeners import bound_socket, listening_address
 from hotset.base.logs import print_note
@@ -104,7 +104,7 @@ def _complete_output() -> Iterator[None]:
     except OSError as error:
         if error.errno not in OUTPUT_ERRORS:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # at exit, Python writes again what is left
         raise HotsetError(f"cannot write the output: {error.strerror}") from None
 
 
@@ -154,13 +154,13 @@ def serve(
     ] = None,
     decode_args: Annotated[
         list[str] | None,
-        typer.Option(metavar="FLAGS", help="Flags of the decode engines, likewise.", show_default=False),
+        typer.Option(metavar="FLAGS", help="Flags of the decode engines, in the same form.", show_default=False),
     ] = None,
     api_key_file: ApiKeyFile = None,
     **values: Any,
 ) -> None:
     """Serve a model over the OpenAI API (chat completions, completions, models)."""
-    values = with_key_of_file(values, api_key_file)
+    values = with_key_from_file(values, api_key_file)
     serve_config = ServeConfig(**config_values(ServeConfig, values))
     values["model"] = model
     if disaggregate is not None:

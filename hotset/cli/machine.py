@@ -38,8 +38,6 @@ class PackageReport:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU."""
-
     name: str
     memory_bytes: int
     free_bytes: int
@@ -48,7 +46,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """The report of `hotset info`. Its fields are those of `hotset info --json`."""
+    """The report of `hotset info`, and the object that `hotset info --json` prints."""
 
     hotset: str
     python: str

@@ -1,4 +1,4 @@
-"""`hotset top`: what the live page shows, in a terminal. Reads the stream at /live of a server or a router."""
+"""`hotset top` shows the data of the live page in a terminal. It reads the stream at /live of a server or a router."""
 
 import json
 import time
@@ -11,7 +11,7 @@ import typer
 
 from hotset.base.config import environment_defaults
 from hotset.base.errors import ConfigError, HotsetError
-from hotset.base.flags import ApiKeyFile, CliCommand, with_key_of_file
+from hotset.base.flags import ApiKeyFile, CliCommand, with_key_from_file
 
 if TYPE_CHECKING:
     from hotset.cli.top_screen import Watched
@@ -53,7 +53,7 @@ def top(
 
     from hotset.cli.top_screen import Watched, frame
 
-    key = with_key_of_file({"api_key": api_key}, api_key_file)["api_key"] or environment_defaults().get("api_key")
+    key = with_key_from_file({"api_key": api_key}, api_key_file)["api_key"] or environment_defaults().get("api_key")
     console, watched = Console(), Watched(url)
     if once or not console.is_terminal:
         watched.apply(next(messages(url, key)))
@@ -61,7 +61,7 @@ def top(
         return
     try:
         with Live(console=console, auto_refresh=False, screen=True) as shown:
-            for message in _messages_for_ever(url, key, watched):
+            for message in _messages_with_reconnects(url, key, watched):
                 watched.apply(message)
                 shown.update(frame(watched, console.height), refresh=True)
     except KeyboardInterrupt:
@@ -90,9 +90,9 @@ def messages(url: str, key: str | None) -> Iterator[Json]:
         raise HotsetError(f"cannot read {url}/live: {getattr(error, 'reason', None) or error}") from None
 
 
-def _messages_for_ever(url: str, key: str | None, watched: "Watched") -> Iterator[Json]:
-    """Yields the messages of one stream after the other. Raises ConfigError like `messages`, and any error before the
-    first message."""
+def _messages_with_reconnects(url: str, key: str | None, watched: "Watched") -> Iterator[Json]:
+    """Yields the messages of a stream, and of a new one whenever it breaks off. Raises ConfigError like `messages`, and
+    every error before the first message."""
     while True:
         try:
             yield from messages(url, key)

@@ -1,4 +1,4 @@
-"""What `hotset top` knows of a server or a router, and how it draws that."""
+"""Keeps and draws what `hotset top` has received from a server or a router."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ SAMPLES = 40  # of a curve
 BAR_CHARACTERS = 48
 CURVE = "▁▂▃▄▅▆▇█"
 COLORS = {"resident": "green", "tiered": "yellow", "parked": "blue", "landing": "magenta", "waiting": "bright_black"}
-COUNTS = ("running", "waiting", "resident", "tiered", "parked")  # of requests, that ranks and workers report
+COUNTS = ("running", "waiting", "resident", "tiered", "parked")  # numbers of requests that ranks and workers report
 
 Json = dict[str, Any]
 
 
 class Watched:
-    """What is known of a server or a router from the messages so far."""
+    """The state of a server or a router, according to the messages so far."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -71,7 +71,7 @@ def frame(watched: Watched, height: int) -> RenderableType:
     last = watched.samples[-1] if watched.samples else None
     if last is None:
         return Group(title, "no requests yet")
-    parts: list[RenderableType] = [title, _numbers(watched, last)]
+    parts: list[RenderableType] = [title, _statistics(watched, last)]
     if hello.get("kind") == "router":
         parts.append(_workers(watched.workers))
     else:
@@ -81,7 +81,7 @@ def frame(watched: Watched, height: int) -> RenderableType:
     return Group(*parts)
 
 
-def _numbers(watched: Watched, last: Json) -> RenderableType:
+def _statistics(watched: Watched, last: Json) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     rows = [("tokens/s", "tokens", f"{last['tokens']:g} out, {last['prefill']:g} in"), ("running", "running", "")]
     if "ttft" in last:

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 
 from hotset.base.config import EngineConfig
+from hotset.base.endings import wait_for_ending
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.numa import gpu_link_bytes_per_second
-from hotset.base.status_line import ShowProgress, ignore_progress, show_counts
+from hotset.base.status_line import ShowProgress, TaskTimer, ignore_progress, show_counts
 from hotset.base.units import show_bytes
 from hotset.engine.connections import Connections, load_connections
 from hotset.engine.core import Engine
@@ -59,9 +60,12 @@ def build_engine(
     ended. The caller should then call `step`. `advance` is called during a step: after each layer or, with several
     workers, repeatedly while the step waits for workers that still advance.
     """
+    timer = TaskTimer(show)
+    show = timer.show
     devices = place_workers(config)
     device = torch.device(devices[0].name)
     chosen = with_default_drafts(config, on_gpu=devices[0].is_gpu)
+    wait_for_ending(show)
     workers = _model_workers(chosen, devices, show, wake, advance)
     try:
         started, costs = _start_and_measure(workers, chosen, device, show)
@@ -77,7 +81,9 @@ def build_engine(
                 chosen = replace(config, speculate=0)
                 workers.drop_mtp(chosen)
                 started, costs = _start_and_measure(workers, chosen, device, show)
-        return _assemble_started(chosen, started, costs, device, wake)
+        engine = _assemble_started(chosen, started, costs, device, wake)
+        LOGGER.info("ready after %s", timer.summary())
+        return engine
     except EngineStopped as error:
         workers.close()
         raise StartupError(f"the engine did not start: {error}") from error

@@ -35,18 +35,18 @@ def build_runner(
     progress: Callable[[int, int], None] | None = None,
     *,
     store: SharedStore | None = None,
+    host: HostStore | None = None,
     neighbours: Neighbours = NO_NEIGHBOURS,
     samples: bool = True,
 ) -> Runner:
     """Allocates KV memory for a loaded model, or for a part of it, and returns the runner that owns it.
 
-    `progress(done, total)` counts bytes of the host store; without one, it is not called. The host store uses the
-    memory of `store`, or new memory if that is None. `samples` is False if the worker never samples tokens: it then
-    follows no structures.
+    The runner owns `host` if it is given. Otherwise a new host store uses the memory of `store`, or new memory if that
+    is None, and `progress(done, total)` counts its bytes; without a host store, it is not called. `samples` is False if
+    the worker never samples tokens: it then follows no structures.
     """
     pool = DevicePool(model.kv_shape, budget.geometry, budget.device_pages, device)
-    host = None
-    if budget.host_pages:
+    if budget.host_pages and host is None:
         host = HostStore(
             model.kv_shape,
             budget.host_pages,

@@ -17,7 +17,7 @@ capture the same graphs in the same order, and replay the same graph in a step. 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -55,6 +55,10 @@ class RunnerModel(Protocol):
 
         A pipeline stage that is not the last returns None.
         """
+
+    def forward_once(self, token_ids: Tensor, view: View) -> Tensor | None:
+        """Does what `forward` does, but computes only one layer of each kind, so that a start that tries many sizes of
+        steps loads all kernels in a short time. The result has no meaning."""
 
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
         """Returns the logits [n, vocab] of the tokens at the n `indices`, from the hidden states of all tokens of the
@@ -146,6 +150,9 @@ class StepInput(NamedTuple):
     seat_of: Tensor  # EMPTY for padding
     positions: Tensor
     stamps: Tensor | None  # see `Batch.stamps`; None if steps have no drafts and begin at the positions of the plan
+
+
+Forward = Callable[[Tensor, View], Tensor | None]
 
 
 class Replayable(Protocol):
@@ -280,10 +287,10 @@ class DecodeGraphs:
     def _capture_step(self, graph: StepGraph) -> Replayable:
         seat_of, positions, stamps = self.fill_padding(graph.size)  # so this step writes no KV
 
-        def step() -> None:
+        def step(forward: Forward = self._model.forward) -> None:
             token_ids = self._token_ids(graph.size)
             view = self._memory.captured_view(seat_of, positions, self.tiered_tokens(graph), stamps)
-            hidden = self._model.forward(token_ids, view)
+            hidden = forward(token_ids, view)
             if hidden is None:
                 return
             logits = self._model.logits(hidden, None)
@@ -294,13 +301,18 @@ class DecodeGraphs:
             if self.hidden is not None:
                 self.hidden[: graph.size].copy_(hidden)
 
-        return self.capture(graph.size, step)
+        # The largest graphs come first. For smaller ones, kernels differ, but not between the layers of a kind.
+        first_run = step if graph.size == self.largest else partial(step, self._model.forward_once)
+        return self.capture(graph.size, step, first_run)
 
-    def capture(self, size: int, compute: Callable[[], None]) -> Replayable:
-        """Captures `compute`, which computes `size` tokens, after it has run once. Tensors that it creates in the first
-        run, and that later runs use, are not in the memory that graphs share."""
+    def capture(
+        self, size: int, compute: Callable[[], None], first_run: Callable[[], None] | None = None
+    ) -> Replayable:
+        """Captures `compute`, which computes `size` tokens. Before that, runs it, or `first_run`, once: this compiles
+        kernels and connects workers, which a capture cannot do. Tensors that the first run creates, and that later runs
+        use, are not in the memory that graphs share."""
         self._before_capture(size)
-        compute()  # compiles kernels and connects workers, which a capture cannot do
+        (first_run or compute)()
         return self._record(compute)
 
     def _record(self, compute: Callable[[], None]) -> Replayable:

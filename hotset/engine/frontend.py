@@ -27,7 +27,8 @@ class Frontend:
     defaults: dict[str, Any]  # sampling parameters recommended by the model's authors
 
     def structure_checks(self, vocab: int) -> StructureChecks | None:
-        """Returns the checks of structures, which run in processes of the tokenizer. None without a tokenizer."""
+        """Returns the checks of structures. They run in worker processes of the tokenizer (`tokenizer.jobs`),
+        which also render chat templates. None without a tokenizer."""
         if self.tokenizer is None:
             return None
         return StructureChecks(self.tokenizer.jobs, self.tokenizer.to_json, vocab)
@@ -58,8 +59,12 @@ def structure_processes(config: EngineConfig, vocab: int) -> StructureProcesses:
 
 
 def token_ids_of(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int | None = None) -> Sequence[int]:
-    """Returns the token ids of a prompt. Raises RequestError if it is malformed, or if it is text and `tokenizer` is
-    None, and ContextLengthExceeded if it is a long text that has more than `max_tokens` tokens."""
+    """Returns the token ids of a prompt.
+
+    Raises RequestError if the prompt is malformed, or if it is text and `tokenizer` is None. Raises
+    ContextLengthExceeded if the prompt is a long text (over SLICE_CHARACTERS) that clearly has more than `max_tokens`
+    tokens. No other prompt is checked for its length, so callers must check the length of the result.
+    """
     if isinstance(prompt, Mapping):
         keys = prompt.keys() - {"cache_salt"}
         if keys == {"prompt_token_ids"}:

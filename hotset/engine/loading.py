@@ -134,7 +134,12 @@ class ModelLoader:
         self._storage = kv_storage(config, spec)
         self.dtype = choose_dtype(config.dtype, spec, device)
         self._weights = open_weights(
-            self.files, self.dtype, device, load_format=config.load_format, progress=self._report
+            self.files,
+            self.dtype,
+            device,
+            load_format=config.load_format,
+            progress=self._report,
+            ranks=self._split.size,
         )
         steps = estimated_steps(config, spec, self._split, device, self.dtype)
         self.plan = WorkerPlan(

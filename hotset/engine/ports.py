@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hotset.base.address import Address, EventsEndpoint
-from hotset.base.metric import counter, counts, gauge
+from hotset.base.metric import counter, gauge, labelled_counter
 from hotset.schedule.plan import Plan
 
 
@@ -63,15 +63,17 @@ class HandoffStats:
     num_retransmits: int = counter("hotset_handoff_messages_retransmitted", "Control messages that were retransmitted.")
     num_pieces: int = counter("hotset_staging_pieces", "Pieces of KV packed into or unpacked from the staging ring.")
     outcomes: Mapping[str, int] = field(
-        default_factory=dict, metadata=counts("hotset_handoffs", "Finished handoffs by outcome.", "outcome")
+        default_factory=dict, metadata=labelled_counter("hotset_handoffs", "Finished handoffs by outcome.", "outcome")
     )
     phase_seconds: Mapping[str, float] = field(
         default_factory=dict,
-        metadata=counts("hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"),
+        metadata=labelled_counter(
+            "hotset_handoff_phase_seconds", "Total time that handoffs have spent in each phase.", "phase"
+        ),
     )
     dropped: Mapping[str, int] = field(
         default_factory=dict,
-        metadata=counts("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
+        metadata=labelled_counter("hotset_handoff_messages_dropped", "Dropped control messages by cause.", "cause"),
     )
     throughput: Throughput | None = None  # None at a decode worker, which writes nothing
     routes: Mapping[str, tuple[Route, ...]] = field(default_factory=dict)  # as measured when each peer connected

@@ -333,7 +333,8 @@ class Runner:
         view = self._view(plan, segments)
         positions, seat_of = view.segments.positions, view.seat_of
         token_ids = self._tokens[seat_of, positions]
-        hidden = self._model.forward(token_ids, view)
+        forward = self._model.forward_once if plan.layers_once else self._model.forward
+        hidden = forward(token_ids, view)
         if hidden is None:
             return None
         prompts = self._prompt_logprobs(plan, hidden, positions, seat_of) if plan.prompt_ranges else None

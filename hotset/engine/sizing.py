@@ -71,13 +71,13 @@ class KvBudget:
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """One worker's part of the KV, and the memory of its device that is free for KV, beside weights and steps."""
+    """One worker's part of the KV, and the memory of its device that weights and steps leave free for KV."""
 
     shape: KvShape
     free: int
     owns_store: bool = True  # False if the worker shares the host store of another worker
     node: str = ""  # name of the worker's node; workers of one node divide its host memory
-    host_free: int | None = None  # free bytes of the node's host memory; None: that of this machine
+    host_free: int | None = None  # free bytes of the node's host memory; None: measured on this machine
 
 
 def store_writer(split: Split, shape: KvShape) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def store_writer(split: Split, shape: KvShape) -> tuple[int, int]:
 def kv_budget(config: EngineConfig, shape: KvShape, model_context: int, device: torch.device) -> KvBudget:
     """Sizes the pools of one worker for tests and benchmarks that have loaded a model of their own.
 
-    On a GPU, steps get the memory that is outside of --gpu-memory-utilization.
+    On a GPU, the memory above --gpu-memory-utilization is left to steps.
     """
     memory, share = device_memory(device), config.gpu_memory_utilization if device.type == "cuda" else 1.0
     free = max(0, memory.free - int(memory.total * (1 - share)))
@@ -109,9 +109,9 @@ def shared_budget(
 ) -> KvBudget:
     """Chooses pool sizes that fit every worker on every node, and the longest context that fits these pools.
 
-    `host_free`, used only with GPUs, is the free host memory. By default, the workers have measured it on their nodes.
-    Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools cannot
-    hold a context of two tokens.
+    `host_free`, used only with GPUs, is the free host memory. By default, it is what the workers have measured on their
+    nodes. Raises ConfigError, with the numbers and the flag to change, if configured sizes do not fit, or if the pools
+    cannot hold a context of two tokens.
     """
     geometry = _common_geometry(config, [worker.shape for worker in workers], device)
     _check_drafts(config, geometry, device)
@@ -155,7 +155,8 @@ class _Node:
         self._on_gpu = device.type == "cuda"
         measured = [worker.host_free for worker in workers if worker.host_free is not None]
         self._host_free = host_free if host_free is not None else min(measured, default=free_bytes(CPU))
-        self.token_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store)  # in host stores
+        # Of one token, in all host stores of the node
+        self.token_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store)
 
     def device_pages(self) -> tuple[int, str]:
         """Returns the number of pages of the device pool of each worker, and the flag that changes it."""
@@ -184,7 +185,8 @@ class _Node:
         return pages, flag
 
     def _max_host_pages(self) -> int:
-        """Returns how many host pages a device pool of default size may require on a GPU."""
+        """Returns the maximum number of host pages. It limits the default size of a GPU's device pool, because every
+        row on the device also has a host page."""
         config = self._config
         if config.host_kv_tokens is not None:
             return ceil_div(config.host_kv_tokens, config.page_rows)
@@ -241,7 +243,7 @@ def _common_geometry(config: EngineConfig, shapes: Sequence[KvShape], device: to
     """Returns one geometry for all workers. They share page numbers, so a context has the same number of key pages and
     the same number of workspace pages on every worker: the maximum over the workers. A worker with fewer index groups
     per layer leaves the ends of its key pages unused."""
-    # Only drafts that the worker keeps can be verified by several plans in flight.
+    # Earlier plans in flight can have unverified drafts only if the worker keeps its drafts.
     ahead = plans_in_flight(config, device) - 1 if DraftSettings.of(config).kept_in_worker else 0
     own = [shape.geometry(config.page_rows, _slots(config, shape)) for shape in shapes]
     geometries = [

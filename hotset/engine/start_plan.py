@@ -9,8 +9,8 @@ import torch
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
 from hotset.base.host_checks import Finding, HostNeeds, check_host
-from hotset.base.listeners import rdma_devices
 from hotset.base.memory_shares import DeviceMemory, usable_gpu_bytes
+from hotset.base.rdma import rdma_devices
 from hotset.base.units import show_bytes
 from hotset.engine.model_checks import context_length, sizes_that_fit, weights_do_not_fit
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget

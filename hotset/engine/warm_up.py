@@ -120,7 +120,7 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
 
     Our kernels depend on the order of magnitude of the number of tokens, and on whether 16 divides it. Libraries choose
     among many more kernels, also by smaller divisors, and take milliseconds to load each at its first use. Many other
-    numbers of tokens therefore run too, once each.
+    numbers of tokens therefore run too, once each. Layers of one kind have the same kernels, so one of them runs.
     """
     length = budget.max_model_len - 1
     largest = min(length, config.max_num_batched_tokens)
@@ -128,7 +128,7 @@ def _prompts(config: EngineConfig, budget: KvBudget) -> Iterator[Plan]:
     at_both_ends = {size for size in (*powers, *(power + 1 for power in powers), largest) if size <= largest}
     for tokens in sorted({*at_both_ends, *range(64, min(largest, 1024), 64), *_growing_sizes(largest)}):
         for start in {0, length - tokens} if tokens in at_both_ends else {0}:
-            yield _plan(2, [], seats=[SEAT], starts=[start], counts=[tokens])
+            yield _plan(2, [], seats=[SEAT], starts=[start], counts=[tokens], layers_once=True)
 
 
 def _growing_sizes(largest: int) -> Iterator[int]:
@@ -155,6 +155,7 @@ def _plan(
     counts: Sequence[int],
     prompt_ranges: Sequence[PromptRange] = (),
     drafts: Mapping[int, Sequence[int]] | None = None,
+    layers_once: bool = False,
 ) -> Plan:
     """Returns a plan that no graph computes, in which all seats sample after their last tokens, and after drafts."""
     drafts = drafts or {}
@@ -169,6 +170,7 @@ def _plan(
         residences=WITHOUT_GRAPH,
         drafts=drafts,
         draft_limits=[0] * len(seats),
+        layers_once=layers_once,
     )
 
 

@@ -11,7 +11,7 @@ from hotset.base.structure import Structure, invalid_structure
 from hotset.grammar.jobs import PreparedCompiler, structure_json
 
 CHECK_SECONDS = 2.0  # of CPU time
-MAX_KNOWN = 1024  # structures that passed and need no other trial
+MAX_PASSED = 1024  # structures that have passed, and are not compiled again
 
 
 class StructureChecks:
@@ -20,15 +20,15 @@ class StructureChecks:
     def __init__(self, jobs: JobPool, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
         self._jobs, self._compiler = jobs, PreparedCompiler(jobs, tokenizer_json, vocab)
         self._lock = threading.Lock()  # held only for moments: the event loop takes it
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # the structure that was demanded last is at the end
+        self._passed: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
 
     def has_passed(self, structure: Structure) -> bool:
         """Returns whether `check` would return at once."""
         key = _key(structure)
         with self._lock:
-            if key not in self._known:
+            if key not in self._passed:
                 return False
-            self._known.move_to_end(key)
+            self._passed.move_to_end(key)
             return True
 
     def check(self, structure: Structure) -> None:
@@ -42,9 +42,9 @@ class StructureChecks:
         except JobFailed as failure:
             raise invalid_structure(f"compiling the {structure.name} {failure}; simplify it") from None
         with self._lock:
-            self._known[_key(structure)] = None
-            if len(self._known) > MAX_KNOWN:
-                self._known.popitem(last=False)
+            self._passed[_key(structure)] = None
+            if len(self._passed) > MAX_PASSED:
+                self._passed.popitem(last=False)
 
 
 def _key(structure: Structure) -> bytes:

@@ -23,7 +23,7 @@ INSTALL = "structured output needs the package llguidance: pip install 'llguidan
 
 
 class CompiledGrammar:
-    """A structure for one vocabulary. Its matchers share a lexer, which can reach the limit of its states."""
+    """A structure for one vocabulary. Its matchers share a lexer and the limit on the lexer's states."""
 
     def __init__(self, state: Any, masks: MaskShape) -> None:
         self._state, self._masks = state, masks

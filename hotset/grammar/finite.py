@@ -1,8 +1,8 @@
 """Finds parts of a JSON schema that no finite value satisfies, like a list whose elements must have a next element.
 
-The grammar of such a part is legal, but an answer that enters it never ends. The check takes linear time: each part is
-a node of a graph that has a finite value once all nodes that it needs have one, or once one of several alternatives
-has.
+The grammar of such a part is legal, but an answer that enters it never ends. The check takes linear time. Each part
+is a node of a graph. A node has a finite value if all nodes that it needs have one. If these are alternatives, one
+of them suffices.
 """
 
 import re
@@ -36,11 +36,11 @@ def check_finite(schema: Any) -> None:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A part of the schema, or several nodes of which a part needs all or one."""
+    """A part of the schema, or a group of nodes: a part needs all of the group, or any one of it."""
 
     path: Path | None = None  # None: not a part
     needs: "list[_Node]" = field(default_factory=list)
-    users: "list[_Node]" = field(default_factory=list)  # the nodes that need this one, as often as they do
+    users: "list[_Node]" = field(default_factory=list)  # nodes that need this one, once per need
     missing: int = 0  # how many of `needs` must still turn out to be finite
 
     @property
@@ -48,7 +48,7 @@ class _Node:
         return self.missing <= 0
 
     def need(self, nodes: "Iterable[_Node]", *, one: bool = False) -> "_Node":
-        """Adds nodes of which this one needs all or, if `one`, the first that is finite. Returns this node."""
+        """Makes this node need all of `nodes` or, if `one`, any one of them. Returns this node."""
         for node in nodes:
             self.needs.append(node)
             node.users.append(self)
@@ -57,10 +57,9 @@ class _Node:
 
 
 class _Graph:
-    """The parts of a schema that an answer can enter: the whole, and what it contains or refers to."""
+    """The parts of a schema that an answer can enter: the schema itself, and all that it contains or refers to."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
         self.parts: dict[Path, _Node] = {}
         self._nodes: list[_Node] = []
         schemas: list[tuple[_Node, Any]] = []
@@ -78,7 +77,7 @@ class _Graph:
                 node.need(self._needs(node, schema))
 
     def find_finite(self) -> None:
-        """Counts down `missing` of all nodes, from those that need nothing."""
+        """Finds all finite nodes, beginning with those that need no other: counts down `missing` of their users."""
         finite = deque(node for node in self._nodes if node.finite)
         while finite:
             for user in finite.popleft().users:
@@ -122,7 +121,7 @@ class _Graph:
 
 
 def _cycle(node: _Node) -> Path:
-    """Returns the part that leads back to one before it, beginning with a part that has no finite value."""
+    """Returns a part that requires a value of its own kind. `node` has no finite value, so its needs lead to one."""
     seen: set[_Node] = set()
     newest: Path = ()
     while node not in seen:
@@ -151,7 +150,7 @@ def _elements(path: Path, schema: Mapping[str, Any], name: str) -> Iterator[Path
 
 
 def _references(schema: Mapping[str, Any]) -> list[Path]:
-    """Returns the path that a reference within the document leads to. The compiler checks that there is a schema."""
+    """Returns the target of a reference within the document. The compiler checks that a schema is there."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return []
@@ -160,8 +159,8 @@ def _references(schema: Mapping[str, Any]) -> list[Path]:
 
 
 def _at(root: Any, path: Path) -> Any:
-    """Returns the part of a schema at a path, or None if there is none. Raises RequestError for an index that is
-    written in another way than usual: each part must have one path."""
+    """Returns the part of a schema at a path, or None if there is none. Raises RequestError for an index like "01",
+    because each part must have only one path."""
     value = root
     for name in path:
         if isinstance(value, Mapping):

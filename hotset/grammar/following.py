@@ -1,8 +1,8 @@
 """Follows answers through their structures in other processes, so that no structure delays a step.
 
-Each structure has a process of its own, forked from a server that has the tables of the vocabulary. A process that
-exceeds its limits, or dies, takes no answer with it: its answers are opened again in a new one. An answer whose command
-ends two processes fails.
+Each structure has a process of its own, forked from a server that has the tables of the vocabulary. If a process
+exceeds its limits or dies, its answers are opened again in a new process. An answer whose command ends two processes
+fails.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ from hotset.grammar.matcher import Bits
 
 LOGGER = logging.getLogger("hotset.grammar")
 COMPILE_SECONDS = 4.0  # of CPU time; twice what a trial may take
-COMMAND_SECONDS = 4 * MASK_SECONDS  # of CPU time, for each command, and as much for each TOKENS_PER_COMMAND tokens
+COMMAND_SECONDS = 4 * MASK_SECONDS  # of CPU time for each command, and again for every TOKENS_PER_COMMAND tokens
 TOKENS_PER_COMMAND = 1024
-WAIT_FACTOR = 5  # how many times its CPU time a command may take; then the process is replaced
+WAIT_FACTOR = 5  # time limit of a command, as a multiple of its CPU time; then the process is replaced
 MAX_COMPILING = 2  # processes at the same time
-IDLE_SECONDS = 30.0  # after this time without a command, a process ends until the next one
-MAX_IDLE = 16  # processes without an answer that are kept for the next one with the same structure
+IDLE_SECONDS = 30.0  # a process without a command for this time ends; the next command starts it again
+MAX_IDLE = 16  # processes that are kept without an open answer, for later answers with the same structure
 ANSWER_BYTES = 512 * MIB  # memory of a process besides the tables
 
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """The masks of the next token of an answer, and of those after drafts that fit. If there are fewer than tokens were
-    asked for and `failure` is not empty, the answer cannot be continued after them."""
+    """The masks of an answer's next token, and of the token after each draft that fits. If masks are missing and
+    `failure` is not empty, the answer cannot be continued after the tokens that have masks."""
 
     bits: Bits
     failure: str = ""
@@ -53,18 +53,18 @@ class _Command:
     drafts: Sequence[int]
     length: int  # of the answer after these tokens
     result: "Future[Masks]" = field(default_factory=Future)
-    ended: int = 0  # processes that have ended while they executed it
+    ended_processes: int = 0  # while they executed it
 
 
 class StructureProcesses:
     """The processes that follow answers. Threads wait for them, and one thread opens and advances answers."""
 
     def __init__(self, tokenizer_json: Callable[[], str | None], vocab: int) -> None:
-        """See `PreparedCompiler`."""
+        """Takes the arguments of `PreparedCompiler`."""
         self._server, self._vocab = ForkServer(), vocab
         self._compiler = PreparedCompiler(self._server, tokenizer_json, vocab)
         self.compiling = threading.Semaphore(MAX_COMPILING)
-        self._processes: OrderedDict[Structure, _Process] = OrderedDict()  # the one that was used last is at the end
+        self._processes: OrderedDict[Structure, _Process] = OrderedDict()  # least recently used first
 
     @property
     def words(self) -> int:
@@ -76,7 +76,7 @@ class StructureProcesses:
         threading.Thread(target=self._warm_up, name="hotset-grammar", daemon=True).start()
 
     def follow(self, structure: Structure, stop_ids: frozenset[int], answer: Sequence[int]) -> "FollowedAnswer":
-        """Begins to follow an answer, of which the tokens `answer` are known."""
+        """Begins to follow an answer that already has the tokens `answer`."""
         process = self._processes.get(structure)
         if process is None:
             process = self._processes[structure] = _Process(self, structure)
@@ -112,7 +112,7 @@ class FollowedAnswer:
     def __init__(self, process: "_Process", stop_ids: frozenset[int], tokens: Sequence[int]) -> None:
         self._process, self.stop_ids = process, stop_ids
         self.number = process.add()
-        self.tokens = list(tokens)  # that were sent, also by commands that wait
+        self.tokens = list(tokens)  # including those of commands that wait
         self.opened_in: Worker | None = None  # set by the thread of the process
         self._newest: _Command | None = None
 
@@ -132,7 +132,7 @@ class FollowedAnswer:
             return None
 
     def close(self) -> None:
-        """Ends that the process keeps the state of the answer."""
+        """Makes the process drop the state of the answer."""
         self._process.remove(self)
 
 
@@ -142,8 +142,8 @@ class _Process:
     def __init__(self, owner: StructureProcesses, structure: Structure) -> None:
         self._owner, self._structure = owner, structure
         self._commands: queue.SimpleQueue[_Command | int | None] = queue.SimpleQueue()
-        self._numbers = 0
-        self._open = 0  # answers
+        self._num_answers = 0
+        self._num_open = 0
         self._worker: Worker | None = None
         self._compiled_in: Worker | None = None
         self._fd = os.memfd_create("hotset-masks")
@@ -154,23 +154,23 @@ class _Process:
 
     @property
     def is_idle(self) -> bool:
-        return self._open == 0
+        return self._num_open == 0
 
     def add(self) -> int:
         """Counts an answer. Returns its number."""
-        self._open += 1
-        self._numbers += 1
-        return self._numbers
+        self._num_open += 1
+        self._num_answers += 1
+        return self._num_answers
 
     def remove(self, answer: FollowedAnswer) -> None:
-        self._open -= 1
+        self._num_open -= 1
         self._commands.put(answer.number)
 
     def put(self, command: _Command) -> None:
         self._commands.put(command)
 
     def stop(self) -> None:
-        """Ends the process and the thread, after the commands that wait."""
+        """Ends the process and the thread after all waiting commands."""
         self._commands.put(None)
 
     def _serve(self) -> None:
@@ -216,8 +216,8 @@ class _Process:
             LOGGER.info("the process of a %s %s", self._structure.name, failure)
             self._worker = None
             for command in batch:
-                command.ended += 1
-                if command.ended > 1:
+                command.ended_processes += 1
+                if command.ended_processes > 1:
                     reason = f"the structure is too complex: the process that follows the answer {failure}"
                     command.result.set_result(Masks(self._shared[:0].copy(), reason))
                 else:
@@ -228,7 +228,7 @@ class _Process:
 
     def _exchange(self, batch: Sequence[_Command], closed: Sequence[int]) -> None:
         if self._worker is None or not self._worker.alive:
-            self._end_worker()  # if it has died, its server must still wait for it
+            self._end_worker()  # a dead worker is still to be reaped by its server
             self._worker = self._owner.fork(self._fd)
         worker, commands = self._worker, []
         for command in batch:

@@ -1,6 +1,6 @@
 """Jobs of worker processes: they compile the structures that clients send, and follow answers through them.
 
-Whatever a structure does, it does it in a worker, which has limits (`base/fork_server.py`).
+Structures are compiled and executed only in workers, which have limits (`base/fork_server.py`).
 """
 
 import mmap
@@ -23,7 +23,7 @@ from hotset.grammar.matcher import Bits, Matcher, StructureFailed
 TABLE_SECONDS = 60.0  # of CPU time, to build the tables of a vocabulary
 TABLE_BYTES = 4096 * MIB  # address space of the process that builds them
 MASK_SECONDS = 0.25  # of CPU time, for one mask; usual ones take less than a millisecond
-EXPENSIVE_SECONDS = 0.05  # after such a mask, the process has the lowest priority
+EXPENSIVE_SECONDS = 0.05  # after a mask that takes longer, the process has the lowest priority
 LOWEST_PRIORITY = 19
 MAX_ROWS = 1024  # of masks in the memory that a worker shares with the engine
 
@@ -68,18 +68,18 @@ def check(prepared: Prepared, structure: Json) -> None:
 
 
 def follow(prepared: Prepared, structure: Json, commands: Sequence[Json]) -> list[Json]:
-    """Executes commands for answers with one structure. See `Followed`. All jobs of a worker have the same one."""
-    followed = prepared.get("followed")
-    if followed is None:
-        followed = prepared["followed"] = Followed(prepared["compiler"], Structure(**structure), prepared["fds"][0])
+    """Executes commands for answers (see `OpenAnswers`). All jobs of a worker have the same structure."""
+    answers = prepared.get("answers")
+    if answers is None:
+        answers = prepared["answers"] = OpenAnswers(prepared["compiler"], Structure(**structure), prepared["fds"][0])
     first_row, replies = 0, []
     for command in commands:
-        replies.append(followed.execute(command, first_row))
+        replies.append(answers.execute(command, first_row))
         first_row += 1 + len(command["drafts"])
     return replies
 
 
-class Followed:
+class OpenAnswers:
     """The answers that a worker follows, all with the same structure. Masks are written to shared memory."""
 
     def __init__(self, compiler: GrammarCompiler, structure: Structure, masks_fd: int) -> None:
@@ -91,11 +91,11 @@ class Followed:
         self._is_expensive = False
 
     def execute(self, command: Mapping[str, Any], first_row: int) -> Json:
-        """Advances an answer by its newest tokens, and writes the masks of the token after them and of those after
-        `drafts`, from row `first_row` on. Leaves the answer after its newest tokens.
+        """Advances an answer by its newest tokens. From row `first_row` on, writes the masks of its next token and of
+        the token after each of `drafts`. The drafts do not advance the answer.
 
-        No mask is needed after a draft that does not fit: it is rejected, and so are all after it. Returns the number
-        of masks and, if the answer cannot be continued after so many drafts, the reason.
+        No mask is written after a draft that does not fit, because this draft and all later ones are rejected. Returns
+        the number of masks and, if the answer cannot be continued after the tokens that have masks, the reason.
         """
         number = command["answer"]
         if command.get("closed"):
@@ -145,4 +145,4 @@ class Followed:
             )
         if seconds > EXPENSIVE_SECONDS and not self._is_expensive:
             self._is_expensive = True
-            os.nice(LOWEST_PRIORITY)  # adds to what it is; Linux stops at the lowest
+            os.nice(LOWEST_PRIORITY)  # added to the current niceness; Linux stops at the lowest priority

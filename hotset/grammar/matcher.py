@@ -45,7 +45,7 @@ class Matcher:
     """
 
     def __init__(self, state: Any, masks: MaskShape, stop_ids: frozenset[int]) -> None:
-        """`state` is an `LLMatcher`, of which this object is the only owner."""
+        """`state` is an `LLMatcher` that only this object uses."""
         from llguidance.numpy import fill_next_token_bitmask
 
         self._state, self._fill = state, fill_next_token_bitmask
@@ -92,7 +92,7 @@ class Matcher:
             raise StructureFailed(f"{count} tokens cannot be taken back: {self._state.get_error()}")
 
     def check_forced(self) -> None:
-        """Raises StructureFailed if a very long text is determined: such a grammar usually has no end."""
+        """Raises StructureFailed if the grammar allows only one text for very long: it usually never ends."""
         if len(self._state.compute_ff_bytes()) > MAX_FORCED_BYTES:
             raise StructureFailed(f"it begins with a fixed text of more than {MAX_FORCED_BYTES} bytes, or never ends")
 

@@ -1,7 +1,7 @@
 """Translates a structure into a grammar of llguidance, and refuses structures that would take long to compile.
 
-The library limits the work of its lexer and parser itself. Two parts of its compiler have no limit. They are counted
-here, in the same unit (see `MAX_COST`): the automaton of `multipleOf`, and objects with very many properties.
+The library limits the work of its lexer and parser itself. Two parts of its compiler have no limit: the automaton of
+`multipleOf`, and objects with very many properties. Their cost is estimated here, in one unit (see `MAX_COST`).
 """
 
 import json

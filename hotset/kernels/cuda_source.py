@@ -1,6 +1,7 @@
 """Compiles and launches CUDA C++ kernels without a build step.
 
-NVRTC compiles a file on the first use of one of its kernels, once per process, set of constants and GPU architecture.
+NVRTC compiles a file on the first use of one of its kernels, once per set of constants and GPU architecture. What it
+made is kept on disk for later processes (`compiled_files.py`).
 Every parameter of such a kernel is eight bytes wide: a pointer or a `long long`.
 """
 
@@ -15,9 +16,12 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import InternalError, MissingDependency
+from hotset.kernels.compiled_files import CompiledFiles, key_of
 
 # Held while a kernel is compiled: cuda-core's first import fails in a thread if another thread is importing it.
 _compiling = threading.Lock()
+_compiled_files = CompiledFiles()
+STANDARD = "c++17"
 DEFAULT_MAX_SHARED_BYTES = 48 << 10  # of shared memory per block; a launch that needs more raises its limit
 
 
@@ -43,7 +47,8 @@ class Kernel(Protocol):
 def kernel(source: Path, name: str, **constants: int) -> Kernel:
     """Returns the kernel `name` of a source file, compiled for the current device with `constants` as macros.
 
-    The first call with these constants compiles, which takes about a second and must not happen during graph capture.
+    The first call with these constants loads the kernel, and compiles it if no process has done so before, which takes
+    about a second. Neither must happen during graph capture.
     Raises MissingDependency if cuda-core is not installed.
     """
     major, minor = torch.cuda.get_device_capability()
@@ -97,16 +102,42 @@ def compile_source(source: Path, constants: dict[str, int], arch: str) -> Any:
     options = ProgramOptions(
         name=f"{source.parent.name}.cu",
         arch=arch,
-        std="c++17",
+        std=STANDARD,
         define_macro=macros or None,
-        include_path=[str(source.parent), str(Path(__file__).parent)],
+        include_path=[str(folder) for folder in _include_folders(source)],
     )
     return Program(source.read_text(), "c++", options).compile("cubin")
 
 
+def _include_folders(source: Path) -> tuple[Path, ...]:
+    return source.parent, Path(__file__).parent
+
+
+def _load_or_compile(source: Path, constants: dict[str, int], arch: str, files: CompiledFiles) -> Any:
+    """Returns the ObjectCode of a file, from disk if a process has compiled it before."""
+    key = key_of(source, _include_folders(source), (sorted(constants.items()), arch, STANDARD, *_versions(source)))
+    if (stored := files.read(key)) is not None:
+        from cuda.core import ObjectCode
+
+        return ObjectCode.from_cubin(stored)
+    compiled = compile_source(source, constants, arch)
+    files.write(key, bytes(compiled.code))
+    return compiled
+
+
+def _versions(source: Path) -> tuple[object, ...]:
+    """Returns the versions of everything that compiles a file."""
+    try:
+        import cuda.core
+        from cuda.bindings import driver, nvrtc
+    except ImportError as error:
+        raise MissingDependency(f'{source.parent.name} on a GPU needs cuda-core: pip install "hotset[cuda]"') from error
+    return cuda.core.__version__, nvrtc.nvrtcVersion(), driver.cuDriverGetVersion()
+
+
 @cache
 def _object_code(source: Path, constants: tuple[tuple[str, int], ...], arch: str) -> Any:
-    return compile_source(source, dict(constants), arch)
+    return _load_or_compile(source, dict(constants), arch, _compiled_files)
 
 
 @cache

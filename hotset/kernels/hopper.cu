@@ -47,8 +47,9 @@ __device__ __forceinline__ void arrive_and_wait(int threads) { asm volatile("bar
 __device__ __forceinline__ void publish_to_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Begins a batch of products. Must stand after the last write of the registers that they use, and before the first product.
+// `close_product_batch` stands after the last product. It does not wait.
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void close_product_batch() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Waits until at most `left` batches of products are in flight.
 template <int left> __device__ __forceinline__ void wait_for_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(left) : "memory");

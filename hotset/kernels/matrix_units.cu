@@ -5,24 +5,25 @@
 
 namespace {
 
-constexpr float LOWEST = -1.0e30f;  // below every score, but finite, so that it can be subtracted from itself
-constexpr float LEAST = 1.0e-37f;   // lower bound of divisors
-constexpr float SMALLEST_UNIT = 9.094947017729282e-13f;  // 2**-40
+constexpr float LOWEST_SCORE = -1.0e30f;  // below every score, but finite, so that it can be subtracted from itself
+constexpr float MIN_DIVISOR = 1.0e-37f;
+constexpr float SMALLEST_UNIT = 9.094947017729282e-13f;  // 2**-40, see `unit_of`
 
 #ifdef __CUDACC__
-// Begins to copy 16 bytes. Unless `there`, writes 16 zero bytes and does not read `at`.
-__device__ __forceinline__ void copy_unit(void *to, const u8 *at, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(at), "r"(there ? 16 : 0)
+// Begins to copy 16 bytes. If the source does not exist, writes 16 zero bytes instead and does not read `from`.
+__device__ __forceinline__ void begin_copy_16(void *to, const u8 *from, bool exists) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(exists ? 16 : 0)
                  : "memory");
 }
-// Ends a copy group: the copies that this thread has begun since the previous group.
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Puts the copies that this thread has begun since its previous copy group into a copy group. Does not wait for them.
+__device__ __forceinline__ void close_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most `left` of this thread's copy groups are in flight.
 template <int left> __device__ __forceinline__ void wait_for_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(left) : "memory");
 }
 
-// Loads four 8 x 8 matrices of two-byte values. Lane n passes the address of row n % 8 of matrix n / 8. Of each matrix,
+// Loads four 8 x 8 matrices of two-byte values. Lane n passes the address of row n % 8 of matrix n / 8. From each matrix,
 // it receives the values of row n / 4 in columns 2 * (n % 4) and 2 * (n % 4) + 1.
 __device__ __forceinline__ void load_matrices(u32 (&to)[4], const void *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -31,7 +32,7 @@ __device__ __forceinline__ void load_matrices(u32 (&to)[4], const void *at) {
                  : "memory");
 }
 // The same, transposed: lane n receives the values of column n / 4 in rows 2 * (n % 4) and 2 * (n % 4) + 1.
-__device__ __forceinline__ void load_matrices_turned(u32 (&to)[4], const void *at) {
+__device__ __forceinline__ void load_matrices_transposed(u32 (&to)[4], const void *at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
                  : "r"(shared_address(at))

@@ -1,5 +1,6 @@
-// GPU instructions of Hopper that C++ does not express and that the attention of prompts and that of many heads use: products
-// of a warpgroup's tensor cores, registers that pass from one warpgroup to another, and copies from and to shared memory.
+// GPU instructions of Hopper that C++ does not express and that two kernels use (prompts of paged_attention, many heads of
+// sparse_attention): products of a warpgroup's tensor cores, registers that pass from one warpgroup to another, and copies
+// from and to shared memory.
 #pragma once
 #include "matrix_units.cu"
 
@@ -146,15 +147,15 @@ __device__ __forceinline__ u32 multiply_bfloats(u32 a, u32 b) {
     asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(both) : "r"(a), "r"(b));
     return both;
 }
-// Reads 16 bytes that are not written during the launch. Unless `there`, returns zeros and does not read `at`. Written so
-// that the value is loaded into its final register: a move would wait for it.
-__device__ __forceinline__ uint4 load_16(const u8 *at, bool there) {
+// Reads 16 bytes that are not written during the launch. If the source does not exist, returns zeros and does not read
+// `at`. Each value is loaded into its final register, because a move to another register would wait for it.
+__device__ __forceinline__ uint4 load_16(const u8 *at, bool exists) {
     uint4 to;
     asm volatile("{\n\t.reg .pred there;\n\tsetp.ne.u32 there, %5, 0;\n\t"
                  "mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;\n\t"
                  "@there ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
                  : "=&r"(to.x), "=&r"(to.y), "=&r"(to.z), "=&r"(to.w)
-                 : "l"(at), "r"(there ? 1 : 0));
+                 : "l"(at), "r"(exists ? 1 : 0));
     return to;
 }
 // Loads the lower half of a number that is not written during the launch, at this point of the program.

@@ -40,7 +40,7 @@ class KvShape:
         """Returns the layers of a key page that are the parts of this index group.
 
         Layers are numbered through all key pages of a context: layer l of page n is number n * layers + l. Block n of
-        group g is in number n * groups + g. Every group therefore uses each d-th layer of a page, where d is the
+        group g is in layer number n * groups + g. Every group therefore uses each d-th layer of a page, where d is the
         greatest common divisor of `groups` and `layers`. Numbered through all pages, these layers are the group's
         parts, and block n is in part n * key_step + key_first_part.
         """

@@ -11,8 +11,8 @@ A page that is freed from one use can be granted for any other. Therefore, enabl
 requests that fit.
 
 The key blocks of all index groups take turns: a context has block 0 of every group, then block 1 of every group, and so
-on, and each block takes the next layer of its key pages. The pages are therefore filled whatever the number of groups,
-and however many layers share an indexer: index keys take `groups / layers` pages for every `keys_per_block` tokens.
+on, and each block takes the next layer of its key pages. Key pages are therefore filled completely for any number of
+groups, however many layers share an indexer: index keys take `groups / layers` pages for every `keys_per_block` tokens.
 """
 
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ class Geometry:
     keys_per_block: int = 0  # index keys of one group in one layer of a page; 0 if the model has no index keys
     slots: int = 0  # slots of a hot buffer; 0 if requests cannot be tiered
     topk: int = 0  # positions that one token selects
-    max_drafts: int = 0  # drafted tokens that a step of one request can verify beside its newest token
-    max_unverified: int = 0  # drafts of a request that steps in flight still verify when its next is submitted
+    max_drafts: int = 0  # drafted tokens of a request that one step can verify after its newest token
+    max_unverified: int = 0  # drafts of a request that steps in flight still verify when its next step is submitted
     key_groups: int = 1  # index groups, each of which stores a key per token
     blocks_per_page: int = 1  # key blocks in a page: one in each layer
-    # blocks_per_page / key_groups: how many blocks of one index group are in a page. This ratio can differ
-    # between workers. This is the largest; `key_groups` and `blocks_per_page` are of the worker with the smallest.
+    # How many blocks of one index group are in a page: the ratio blocks_per_page / key_groups, which can differ between
+    # workers. This is the largest ratio; `key_groups` and `blocks_per_page` are those of the worker with the smallest.
     max_blocks_of_group: Fraction = Fraction(1)
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Geometry:
 
     @property
     def tail_pages(self) -> int:
-        """Pages of a tail: page n of a context is in tail page n % tail_pages.
+        """The number of pages of a tail. Page n of a context is in tail page n % tail_pages.
 
         A step begins between p and p + `max_unverified`, and computes up to `max_drafts` drafted tokens after its first
         one. If all of these are right, the MTP layer then writes rows of up to `max_drafts - 1` further drafts. All
@@ -69,7 +69,7 @@ class Geometry:
     def slots_per_step(self) -> int:
         """The most slots of a tiered request that one step uses.
 
-        Drafting after the step uses fewer slots, and may evict those of the step.
+        Drafting after the step uses fewer slots, and may evict the slots that the step used.
         """
         return self.topk * (1 + self.max_drafts)
 
@@ -101,20 +101,20 @@ class Geometry:
         return blocks * ratio.denominator // ratio.numerator  # faster than a division by a Fraction
 
     def key_page_end(self, number: int) -> int:
-        """Returns how many tokens have an index key in key page `number` or in an earlier one, when it is full."""
+        """Returns how many tokens have index keys in the key pages up to page `number`, if all of these are full."""
         ratio = self.max_blocks_of_group
         return ceil_div((number + 1) * ratio.numerator, ratio.denominator) * self.keys_per_block
 
     def map_pages(self, tokens: int) -> int:
-        """Pages for `slots` words of position_of, as many of last_used, and slot_of with two positions per word."""
+        """Returns the pages for `slots` words of position_of, as many of last_used, and slot_of with two per word."""
         return ceil_div(2 * self.slots + ceil_div(tokens, 2), self.words_per_page)
 
     def work_pages(self, tokens: int) -> int:
-        """Pages of a workspace, which uses all `layers` layers of its pages for the rows of one layer of the model."""
+        """Returns the pages of a workspace. It uses all layers of its pages for the rows of one layer of the model."""
         return ceil_div(self.row_pages(tokens), self.layers)
 
     def hot_pages(self, tokens: int) -> int:
-        """Pages of slots, tail and maps."""
+        """Returns the pages of slots, tail and maps."""
         return self.slot_pages + self.tail_pages + self.map_pages(tokens)
 
     def resident_pages(self, tokens: int) -> int:
@@ -124,11 +124,11 @@ class Geometry:
         return self.hot_pages(tokens) + self.key_pages(tokens)
 
     def streamed_pages(self, tokens: int) -> int:
-        """Pages of a streamed prefill. They suffice for the request to become tiered at the end of the prefill."""
+        """Returns the pages of a streamed prefill. They suffice for the request to become tiered when it ends."""
         return max(self.work_pages(tokens), self.hot_pages(tokens)) + self.key_pages(tokens)
 
     def max_row_pages(self, pages: int) -> int:
-        """Returns an upper bound of the row pages of resident requests that fit into `pages` pages with their keys."""
+        """Returns an upper bound of the row pages that fit into `pages` pages together with their index keys."""
         if not self.keys_per_block:
             return pages
         # The most row pages per key page. The ratio repeats after `key_groups` pages, which hold whole blocks.

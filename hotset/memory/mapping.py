@@ -1,8 +1,8 @@
-"""Host memory of host stores: where its pages are, how large they are, and how they are allocated by several threads.
+"""Allocates the memory of host stores in several threads, on chosen NUMA nodes and in huge pages.
 
 Linux allocates a page of mapped memory when it is first touched. Before that, a policy can be set for its NUMA nodes,
-and huge pages can be requested. All of this is done by unprivileged system calls. If one of them is not possible, the
-memory is used as it is.
+and huge pages can be requested. All of this is done by unprivileged system calls. If the system refuses one of
+them, the memory is used as it is.
 """
 
 import ctypes
@@ -65,8 +65,8 @@ def shared_descriptor(nbytes: int) -> int:
 
 
 def map_descriptor(descriptor: int, nbytes: int, nodes: Sequence[int] = ()) -> Tensor:
-    """Maps the first `nbytes` bytes of a descriptor of `shared_descriptor`, with the policy of `set_nodes`, which
-    holds for all processes. They stay mapped as long as the tensor exists."""
+    """Maps the first `nbytes` bytes of a descriptor of `shared_descriptor`, with the policy of `set_nodes`. The policy
+    holds for all processes. The bytes stay mapped as long as the tensor exists."""
     return _mapped(mmap.mmap(descriptor, os.fstat(descriptor).st_size), nbytes, nodes)
 
 
@@ -98,8 +98,8 @@ def _reserved_huge_pages(nbytes: int) -> int | None:
 
 
 def set_nodes(memory: Tensor, nodes: Sequence[int]) -> bool:
-    """Places pages of `memory` that have not been touched yet on NUMA nodes (`mbind`). Logs a line. Returns False if
-    the system does not allow it."""
+    """Places the pages of `memory` that have not been touched yet on NUMA nodes (`mbind`). Logs a line, and returns
+    False if the system refuses."""
     if failure := mbind(*_whole_pages(memory), nodes):
         LOGGER.info("host memory is not placed on NUMA nodes %s: %s", list(nodes), os.strerror(failure))
         return False

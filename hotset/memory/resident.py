@@ -18,8 +18,8 @@ from hotset.memory.device_pool import DevicePool
 from hotset.memory.tables import PageTables
 from hotset.memory.view import Contexts, NewRows, Selected
 
-# `short_contexts` returns at most so many rows per token of the step (decoding one takes about a thousandth of the time
-# that an attending token gains), and in all (300 MB of decoded MLA rows).
+# Limits of `short_contexts`: rows per token of the step (decoding a row takes about a thousandth of the time that it
+# saves each token), and rows in all (300 MB of decoded MLA rows).
 MAX_ROWS_PER_TOKEN, MAX_CONTEXT_ROWS = 256, 1 << 18
 
 
@@ -34,8 +34,8 @@ class Batch:
     seats: Sequence[int]
     segments: Segments
     seat_of: Tensor  # [tokens] int64: the seat of each token; EMPTY for padding
-    # [tokens] int64: from where on the step could begin to whose tail and slots a token belongs. All tokens before this
-    # position are final. None: the first token of its seat
+    # [tokens] int64: the stamp of the step whose tail and slots the token uses, which is the first position at which
+    # that step could begin. All tokens before it are final. None: the position of the first token of the seat
     stamps: Tensor | None = None
 
 
@@ -47,7 +47,7 @@ def make_batch(seats: Sequence[int], starts: Sequence[int], counts: Sequence[int
 
 
 def make_captured_batch(seat_of: Tensor, positions: Tensor, stamps: Tensor | None = None) -> Batch:
-    """Makes a batch for capture, in which each token is a segment of its own, also if several are of one seat. Seats
+    """Makes a batch for capture, in which each token is a segment of its own, even if several belong to one seat. Seats
     and positions are read from device memory at replay."""
     tokens = seat_of.shape[0]
     segment_of = torch.arange(tokens, device=seat_of.device)

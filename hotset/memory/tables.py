@@ -37,7 +37,7 @@ class PageTables:
         self.key_runs: list[list[Run]] = [[] for _ in range(seats)]
         self.row_pages: list[list[int]] = [[] for _ in range(seats)]
         self.key_pages: list[list[int]] = [[] for _ in range(seats)]
-        self.shared_keys = [0] * seats  # the first `key_pages` of a seat that it shares with others and only reads
+        self.shared_keys = [0] * seats  # how many of its first `key_pages` a seat shares with others and only reads
         self.host_pages: list[list[int]] = [[] for _ in range(seats)]
         self.tail_pages: list[tuple[int, ...]] = [() for _ in range(seats)]
         self.work_pages: list[list[int]] = [[] for _ in range(seats)]  # workspaces of seats with streamed prefill

@@ -20,7 +20,8 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 REQUEST_FIELDS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template")
 MAX_KWARGS_CHARACTERS = 16384  # of `chat_template_kwargs` as JSON
 RENDER_SECONDS = 5.0  # of CPU time
-MAX_TEMPLATE_BYTES = 512 * MIB  # address space of the process that compiles the template, and of a job on top of that
+# The process that compiles the template may have an address space of this size. That of a worker may grow by as much.
+MAX_TEMPLATE_BYTES = 512 * MIB
 
 Message = Mapping[str, Any]
 
@@ -74,7 +75,7 @@ def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
 
 class ChatFormat:
     """The chat template of a model with its default variables. The workers of `jobs`, which also run other jobs, render
-    it. `close` ends them."""
+    it. `close` ends these workers."""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class ChatFormat:
             )
         except (JobFailed, RequestError) as error:
             self.close()
+            # The message of a JobFailed continues a sentence.
             problem = f"it {error}" if isinstance(error, JobFailed) else error
             raise CheckpointError(f"{source}: the chat template is broken: {problem}") from error
 
@@ -153,6 +155,7 @@ class ChatFormat:
         except RequestError as refusal:
             raise RequestError(f"the chat template refuses these messages: {refusal}", param="messages") from refusal
         except JobFailed as failure:
+            # The message of a JobFailed continues a sentence.
             message = f"the chat template {failure} on these messages; send a prompt instead, or repair the template"
             raise RequestError(message, param="messages", code="chat_template_failed") from failure
 

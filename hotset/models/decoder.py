@@ -1,6 +1,6 @@
 """The decoder: embedding, layers of attention and MLP, logits. A `Split` selects the part that one worker holds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from hotset.models.checkpoint.weights import WeightSource
 from hotset.models.collectives import SINGLE_RANK, Collectives
 from hotset.models.decoder_layer import build_layer
 from hotset.models.layer_step import Layer, Residual, StepInputs
-from hotset.models.layers import Embedding, LmHead, ShardLoader, pack_linears
+from hotset.models.layers import Embedding, LmHead, ShardLoader, pack_linears, tensors_and_linears
 from hotset.models.mtp import MtpLayer, MtpOutput
 from hotset.models.rope import Rope
 from hotset.models.spec import AS_COMPUTED, KvStorage, ModelSpec
@@ -60,6 +60,7 @@ class Decoder:
         stage = split.layer_range(spec.layers)
         self.first, self.last = stage.start == 0, stage.stop == spec.layers
         self._layers: list[Layer] = [build_layer(loader, layer, layer - stage.start, spec) for layer in stage]
+        self._kinds = _first_of_each_kind(self._layers)
         drafts = self.last and spec.mtp is not None
         self._embedding = Embedding(loader, spec) if self.first or drafts else None
         tied = self._embedding.weight if self._embedding is not None and spec.tied_embeddings else None
@@ -89,15 +90,20 @@ class Decoder:
         """Returns the residual stream [tokens, hidden] after the last layer, for `logits`."""
         return self.run_layers(self.embed(token_ids), view)
 
+    def forward_once(self, token_ids: Tensor, view: View) -> Tensor:
+        """Does what `forward` does, but computes only one layer of each kind. The result has no meaning."""
+        return self.run_layers(self.embed(token_ids), view, once=True)
+
     def embed(self, token_ids: Tensor) -> Tensor:  # [tokens] int64 -> [tokens, hidden]
         assert self._embedding is not None, "this stage does not hold the embedding"
         return self._embedding(token_ids)
 
-    def run_layers(self, x: Tensor, view: View) -> Tensor:
-        """Returns the residual stream [tokens, hidden] after this worker's layers."""
+    def run_layers(self, x: Tensor, view: View, *, once: bool = False) -> Tensor:
+        """Returns the residual stream [tokens, hidden] after this worker's layers: one of each kind if `once`."""
         step = StepInputs(self._rope.at(view.segments.positions), view)
         residual, selected = Residual(x), None
-        for number, layer in enumerate(self._layers, self._split.first_layer):
+        for index in self._kinds if once else range(len(self._layers)):
+            number, layer = self._split.first_layer + index, self._layers[index]
             residual, selected = layer(residual, step, selected)
             self.on_layer()
             if self.on_residual is not None:
@@ -139,6 +145,18 @@ class Decoder:
         for layer in self._layers:
             layer.idle(no_tokens)
             self.on_layer()
+
+
+def _first_of_each_kind(layers: Sequence[Layer]) -> list[int]:
+    """Returns the index of the first layer of each kind. Layers are of one kind if they have the same parts, with
+    weights of the same shapes and types, so that a step runs the same kernels in all of them."""
+    first: dict[object, int] = {}
+    for index, layer in enumerate(layers):
+        parts = (
+            (part.shape, part.dtype) if isinstance(part, Tensor) else type(part) for part in tensors_and_linears(layer)
+        )
+        first.setdefault(tuple(parts), index)
+    return list(first.values())
 
 
 def worker_kv_shape(spec: ModelSpec, dtype: torch.dtype, storage: KvStorage, split: Split = WHOLE_MODEL) -> KvShape:

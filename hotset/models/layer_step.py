@@ -10,7 +10,7 @@ from hotset.memory.view import View
 
 
 class Residual(NamedTuple):
-    """The residual stream between two layers: the sum of x and delta, which the next norm computes."""
+    """The residual stream between two layers: x + delta. The next norm adds them."""
 
     x: Tensor  # [tokens, hidden]
     delta: Tensor | None = None  # [tokens, hidden]; None before the first layer
@@ -22,11 +22,12 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What all layers of a step get, beside the residual stream."""
+    """What all layers of a step get, besides the residual stream and the selected positions."""
 
     rotation: Rotation
     view: View
-    selects: bool = True  # False: no indexer runs; all layers attend to the positions that were selected before
+    # False: no indexer runs, and all layers attend to the positions that the caller passes as `selected`
+    selects: bool = True
 
 
 class Attention(Protocol):

@@ -56,6 +56,11 @@ def layer_of(name: str) -> int | None:
     return None if layer is None else int(layer[1])
 
 
+def is_of_expert(name: str) -> bool:
+    """Returns whether the tensor `name` of a checkpoint belongs to a routed expert, which only one rank holds."""
+    return re.search(r"\.experts\.\d+\.", name) is not None
+
+
 def shard_slice(dim: int, shard: range, width: int = 1) -> TensorSlice:
     """Returns the slice for `shard` of a tensor that has `width` entries along `dim` for each head or column."""
     return TensorSlice(dim, shard.start * width, shard.stop * width)

@@ -61,10 +61,10 @@ class Batching:
                 if self._speculation is not None and self._next_plan.num_drafts:
                     drafts = self._speculation.draft(request, self._next_plan)
                 self._schedule(request, 1 + len(drafts), drafts)
-        alone = tuple(self._next_plan.requests)
+        not_steady = tuple(self._next_plan.requests)
         steady = self._steady.schedule(self._next_plan)
         if self._stages == 1 and self._speculation is None:
-            for request in alone:
+            for request in not_steady:
                 if request not in pending:
                     self._steady.join(request)
         return prefills, steady

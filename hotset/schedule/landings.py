@@ -1,6 +1,6 @@
 """Messages about prompts that a prefill worker computes for a decode worker, kept until they can be sent.
 
-A decode worker sends reservations and withdrawals; a prefill worker sends announcements. The scheduler creates them.
+A decode worker sends reservations and cancellations; a prefill worker sends announcements. The scheduler creates them.
 `Landings` keeps a reservation until no plan in flight can use its pages for their previous owner. `Announcements` keeps
 an announcement until the next plan carries it.
 """
@@ -33,15 +33,15 @@ class _Unsent:
 
 
 class Landings:
-    """Reservations and withdrawals that a decode worker has not yet sent to prefill workers."""
+    """Reservations and cancellations that a decode worker has not yet sent to prefill workers."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._geometry = geometry
         self._unsent: dict[Request, _Unsent] = {}
-        self._withdrawn: list[CancelFetch] = []
+        self._cancellations: list[CancelFetch] = []
 
     def __bool__(self) -> bool:
-        return bool(self._unsent) or bool(self._withdrawn)
+        return bool(self._unsent) or bool(self._cancellations)
 
     def reserve(self, request: Request, on_device: bool, plan: int) -> None:
         """Moves a waiting request to phase LANDING and adds its reservation.
@@ -68,15 +68,15 @@ class Landings:
         )
         self._unsent[request] = _Unsent(reservation, last_plan=plan)
 
-    def withdraw(self, request: Request) -> bool:
+    def cancel(self, request: Request) -> bool:
         """Cancels a landing.
 
         Returns True if its reservation was never sent. In this case no peer can write, and the caller can release the
-        pages at once. Otherwise a withdrawal will be sent.
+        pages at once. Otherwise a cancellation will be sent.
         """
         if self._unsent.pop(request, None) is not None:
             return True
-        self._withdrawn.append(CancelFetch(HandoffKey(request.request_id, request.attempt)))
+        self._cancellations.append(CancelFetch(HandoffKey(request.request_id, request.attempt)))
         return False
 
     def reserved_in(self, plan: int) -> bool:
@@ -90,8 +90,8 @@ class Landings:
         """
         ready = [request for request, unsent in self._unsent.items() if unsent.last_plan < first_in_flight]
         reservations = [self._unsent.pop(request).reservation for request in ready]
-        withdrawn, self._withdrawn = self._withdrawn, []
-        return [*withdrawn, *reservations]
+        cancellations, self._cancellations = self._cancellations, []
+        return [*cancellations, *reservations]
 
 
 class Announcements:

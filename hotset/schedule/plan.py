@@ -86,6 +86,7 @@ class Plan:
     # computes nothing.
     draft_limits: Sequence[int] = ()
     num_drafts: int = 0  # the MTP layer drafts at most so many tokens of each request after the step
+    layers_once: bool = False  # only one layer of each kind is computed, as start-up does to load kernels
 
     @property
     def num_tokens(self) -> int:

@@ -24,8 +24,7 @@ class Queues:
 
     def enqueue(self, request: Request) -> None:
         """Inserts a request in order of arrival. A preempted request is ahead of younger ones that never ran."""
-        index = sum(waiting.arrival < request.arrival for waiting in self.waiting)
-        self.waiting.insert(index, request)
+        insort(self.waiting, request, key=lambda waiting: waiting.arrival)
 
     def start(self, request: Request) -> int:
         """Adds a request to the running batch and returns the seat that it gets. A seat must be free."""

@@ -55,10 +55,10 @@ class Request:
     prompt: PromptSpec
     max_length: int  # of prompt and answer together, in tokens
     options: RequestOptions = DEFAULT_OPTIONS
-    # Identifies the handoff of a prompt that is computed for a decode worker, which needs only the KV of the prompt and
-    # the first token of the answer
+    # The handoff of a prompt that is computed for a decode worker. This worker needs only the KV of the prompt and the
+    # first token of the answer
     for_peer: HandoffId | None = None
-    stays_on_device: bool = False  # the peer reads this KV from the device, if the prompt is resident there
+    stays_on_device: bool = False  # the KV is sent from the device if the prompt is resident there
     prefill_at: str | None = field(init=False)  # becomes None once this engine is to compute the prompt itself
     tokens: list[int] = field(init=False)  # the prompt and the committed part of the answer
     attempt: int = 1  # number of the current attempt to have a prefill worker compute the prompt
@@ -75,14 +75,14 @@ class Request:
     waits_for_page: int = 0
     publish_at: int = NEVER  # once this many rows are computed, another full page can enter the prefix cache
     parks: int = 0
-    # `num_scheduled`, `num_unsampled` and `in_flight`, without the plans in which the request is steady
+    # The parts of `num_scheduled`, `num_unsampled` and `in_flight` that do not follow from plan numbers
     settled_scheduled: int = 0
     settled_unsampled: int = 0
     settled_in_flight: int = 0
     steady_since: int = NEVER  # number of the first plan that schedules it together with all steady requests
     plan_numbers: PlanNumbers = field(default_factory=PlanNumbers)  # shared with its scheduler
     drafts_in_flight: int = 0  # drafts that plans in flight verify
-    # Tokens that plans before this number sample are discarded, because the mask of an earlier token was late
+    # Tokens sampled by plans before this number are discarded, because the mask of an earlier token was late
     void_before: int = 0
     num_drafted: int = 0  # the newest plan drafts at most this many tokens, which the worker keeps for the next plan
     # Number of prompt tokens, from the second on, whose log-probabilities are known or computed by plans in flight
@@ -126,7 +126,7 @@ class Request:
         return self.plan_numbers.next - max(self.plan_numbers.oldest, self.steady_since)
 
     def settle(self) -> None:
-        """Makes a steady request an ordinary one, whose counts no longer follow from plan numbers."""
+        """Makes a steady request an ordinary one: stores its counts, which no longer follow from plan numbers."""
         in_flight = self._steady_in_flight
         self.settled_scheduled = self.num_scheduled
         self.settled_unsampled += in_flight

@@ -6,8 +6,9 @@ uses the request.
 
 `queues` holds the waiting and running requests. `admission` decides which request is admitted and in which residence.
 `prefixes` finds the cached pages from which a request starts. `preemption` decides which request is preempted.
-`batching` fills the plan with tokens of running requests. `steady` schedules together the requests that only gain one
-token per plan. `landings` keeps the messages to prefill and decode workers.
+`batching` fills the plan with tokens of running requests. `landings` keeps the messages to prefill and decode workers.
+`steady` schedules together the requests that only gain one token per plan. Their counts follow from plan numbers. A
+steady request is *settled* before anything else happens to it: its counts are stored in its `settled_...` fields.
 """
 
 from collections import deque
@@ -36,7 +37,7 @@ from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
 
 PROMOTE_AFTER_PLANS = 8  # plans without memory pressure before a tiered request is promoted
-CONTEXT_TOKENS_PER_COST = 8  # a token of a context costs other requests as much as 1/8 of a token to compute
+CONTEXT_TOKENS_PER_COMPUTED_TOKEN = 8  # so many tokens of contexts delay other requests as much as computing one token
 MAX_ATTEMPTS = 3  # attempts to have one prompt computed by a prefill worker
 
 
@@ -46,7 +47,9 @@ class _InFlight:
 
     plan: Plan
     requests: list[Request]
-    steady: range  # segments of requests that were steady. Segments up to the last of these sample one token each
+    # Segments of requests that were steady when the plan was made. Before `steady.stop`, each segment samples one
+    # token, so its index is also the index of its token
+    steady: range
 
 
 class Scheduler:
@@ -105,10 +108,10 @@ class Scheduler:
         `load` and the request's `uncached_tokens`.
 
         Tokens to compute count fully. Tokens in contexts of open requests, which decode steps only read, count
-        1 / CONTEXT_TOKENS_PER_COST.
+        1 / CONTEXT_TOKENS_PER_COMPUTED_TOKEN.
         """
         context_tokens = sum(len(request.tokens) for request in self._requests.values())
-        return self.queues.tokens_to_prefill + context_tokens // CONTEXT_TOKENS_PER_COST
+        return self.queues.tokens_to_prefill + context_tokens // CONTEXT_TOKENS_PER_COMPUTED_TOKEN
 
     def uncached_tokens(self, request: Request) -> int:
         """Returns how many tokens of a new request must be computed for it, at least one. The rows of its other tokens
@@ -138,7 +141,7 @@ class Scheduler:
         request.arrival, self._arrivals = self._arrivals, self._arrivals + 1
         request.plan_numbers = self._plan_numbers
         self._requests[request.request_id] = request
-        self.queues.waiting.append(request)
+        self.queues.enqueue(request)
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
         """Ends a request in any phase. Unknown and ended requests are ignored."""
@@ -214,7 +217,7 @@ class Scheduler:
             self._remove(request)
 
     def take_landing_updates(self) -> list[Reservation | CancelFetch]:
-        """Returns the reservations and withdrawals to send to prefill workers, each of them once.
+        """Returns the reservations and cancellations to send to prefill workers, each of them once.
 
         A peer can write as soon as it has a reservation. A reservation is therefore returned only after every plan
         that could still use its pages for their previous owner has been committed.
@@ -260,9 +263,9 @@ class Scheduler:
         segments: Sequence[int] = range(len(requests))
         if in_flight.steady:
             not_steady = self._steady.commit(plan, requests, in_flight.steady, result, outputs)
-            alone = [*range(in_flight.steady.start), *not_steady]
-            segments = [*alone, *range(in_flight.steady.stop, len(requests))]
-            kept = [*alone, *range(in_flight.steady.stop, len(result.token_ids))]
+            one_by_one = [*range(in_flight.steady.start), *not_steady]  # as segments, and as indices of their tokens
+            segments = [*one_by_one, *range(in_flight.steady.stop, len(requests))]
+            kept = [*one_by_one, *range(in_flight.steady.stop, len(result.token_ids))]
         self._plan_numbers.oldest = plan.number + 1
         for segment in segments:
             request, computed = requests[segment], plan.starts[segment] + plan.counts[segment]
@@ -276,7 +279,7 @@ class Scheduler:
         for index in kept:
             request, token = requests[plan.sampled[index]], result.token_ids[index]
             if request.phase in (Phase.ENDING, Phase.FINISHED) or plan.number < request.void_before:
-                continue  # the request ended while this plan was in flight, or with an earlier token of this plan
+                continue  # the request ended, or it was scheduled again, since this plan was made
             self._commit_token(request, token, result.alternatives.get(index), result.failures.get(index))
         for segment, drafts in result.next_drafts.items():
             decodes = requests[segment].phase is Phase.DECODE and segment not in result.unsampled
@@ -291,7 +294,7 @@ class Scheduler:
 
     @property
     def has_messages(self) -> bool:
-        """Whether a message about a prompt that one worker computes for another can be sent after the next steps."""
+        """Whether announcements, reservations or cancellations are pending."""
         return bool(self._announcements) or bool(self._landings)
 
     @property
@@ -321,11 +324,11 @@ class Scheduler:
                 assert need == NO_PAGES, f"{request.request_id} has rows without a page"
 
     def _make_room_for_first(self) -> None:
-        """Makes room for the first request in the queue that does not wait for a prefix. The caller has found that no
-        request runs, and that this request does not fit all the same.
+        """Makes room for the first request in the queue that does not wait for a prefix. Although no request runs, this
+        request does not fit.
 
-        The youngest other parked request releases its pages and will be recomputed. If no other request is parked, all
-        requests are in the queue and pages are in quarantine, the first request lacks these pages, and ends.
+        The youngest other parked request releases its pages and will be recomputed. If no other request is parked, the
+        missing pages may be in quarantine. The request then ends, unless requests outside the queue can release pages.
         """
         ready = [request for request in self.queues.waiting if not self._prefixes.must_wait(request)]
         if not ready:
@@ -340,10 +343,11 @@ class Scheduler:
             self._end(first, "no_room", f"{why}; the remaining pages are too few now")
 
     def _schedule_again(self, request: Request, plan: Plan) -> None:
-        """Unschedules the newest token of a request and all tokens after it, because a mask of its structure was late.
+        """Unschedules the newest committed token of a request and everything scheduled after it, because a mask of its
+        structure was late.
 
-        The next plan computes the logits of the newest token again. Results of plans in flight are ignored for this
-        request. A tiered request is parked, because steps of a hot buffer must not begin before an earlier step did.
+        The next plan computes the logits of this token again. Results of plans in flight are ignored for this request.
+        A tiered request is parked, because the stamps of a hot buffer must not decrease.
         """
         if request.phase in (Phase.ENDING, Phase.FINISHED) or plan.number < request.void_before:
             return
@@ -383,7 +387,7 @@ class Scheduler:
 
     def _hand_off(self, request: Request, token: int, alternatives: Alternatives | None, failure: str | None) -> None:
         """Parks a prompt computed for a peer and announces it. Its rows stay on the host until they have been sent. If
-        the peer reads the rows from the device, the prompt is not parked.
+        the rows are sent from the device, the prompt is not parked.
 
         `failure` says why no first token could be sampled. The peer gets this reason instead of a token.
         """
@@ -426,7 +430,7 @@ class Scheduler:
             self._release(request)
         elif request.phase is Phase.LANDING:
             request.move(Phase.ENDING)
-            if self._landings.withdraw(request):
+            if self._landings.cancel(request):
                 self._release(request)
         else:
             request.move(Phase.ENDING)
@@ -436,7 +440,7 @@ class Scheduler:
                 self._release(request)
 
     def _release(self, request: Request) -> None:
-        """Releases the seat and pages of a request that no plan in flight uses. Every request ends here."""
+        """Releases the seat and pages of a request that no plan in flight uses. The last call for every request."""
         if request.phase is Phase.FINISHED:
             return
         if request.in_flight:

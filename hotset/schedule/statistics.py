@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, get_args
 
-from hotset.base.metric import Metric, counter, counts, gauge
+from hotset.base.metric import Metric, counter, gauge, labelled_counter
 from hotset.schedule.request import FinishReason
 
 
@@ -74,7 +74,7 @@ class RankStats:
     )
     slot_lookups: Counter[int] = field(
         default_factory=Counter,
-        metadata=counts(
+        metadata=labelled_counter(
             "hotset_slot_lookups",
             "Positions looked up in hot buffers, by the layer whose indexer selected them.",
             "layer",
@@ -82,7 +82,7 @@ class RankStats:
     )
     slot_misses: Counter[int] = field(
         default_factory=Counter,
-        metadata=counts(
+        metadata=labelled_counter(
             "hotset_slot_misses",
             "Positions looked up that were missing and were copied from the host, by layer.",
             "layer",
@@ -90,7 +90,7 @@ class RankStats:
     )
     drafts_verified: Counter[int] = field(
         default_factory=Counter,
-        metadata=counts(
+        metadata=labelled_counter(
             "hotset_drafts_verified",
             "Drafted tokens that were verified, by their place: 1 is the first draft of a step.",
             "place",
@@ -98,11 +98,13 @@ class RankStats:
     )
     drafts_accepted: Counter[int] = field(
         default_factory=Counter,
-        metadata=counts("hotset_drafts_accepted", "Drafted tokens that were accepted, by their place.", "place"),
+        metadata=labelled_counter(
+            "hotset_drafts_accepted", "Drafted tokens that were accepted, by their place.", "place"
+        ),
     )
     requests_finished: Counter[str] = field(
         default_factory=Counter,
-        metadata=counts(
+        metadata=labelled_counter(
             "hotset_requests_finished", "Finished requests by finish reason.", "reason", get_args(FinishReason)
         ),
     )

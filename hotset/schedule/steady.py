@@ -2,8 +2,8 @@
 
 Such a request is *steady*: its pages suffice, no page is published, and the answer does not end. Scheduling and
 committing all steady requests together takes a fraction of the time that they would take one by one. Their progress is
-derived from plan numbers. A request that is preempted or ends, or that needs a page, is settled first, and scheduled
-alone.
+derived from plan numbers. A request that is preempted or ends, or that needs a page, is *settled* first: its counts
+are stored, and it is scheduled by itself.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class SteadyDecodes:
         self._due: list[tuple[int, int, Request]] = []  # a heap: first plan with an event, arrival, request
 
     def settle_due(self, number: int) -> None:
-        """Settles the requests that plan `number` must schedule alone."""
+        """Settles the requests that plan `number` must schedule by themselves."""
         while self._due and self._due[0][0] <= number:
             heappop(self._due)[2].settle()
 
@@ -49,7 +49,7 @@ class SteadyDecodes:
         return segments
 
     def join(self, request: Request) -> None:
-        """Makes a request of the plan that was scheduled last steady, if it decodes and its next plan has no event."""
+        """Makes a request in the newest plan steady, if it decodes and has no event in the next plan."""
         if request.phase is Phase.DECODE and not request.needs_prompt_logits:
             plans = plans_without_event(request)
             if plans > 0:
@@ -61,8 +61,8 @@ class SteadyDecodes:
     def commit(
         plan: Plan, requests: Sequence[Request], segments: range, result: StepResult, outputs: TokenOutputs
     ) -> list[int]:
-        """Records the tokens of requests that are still steady. Returns the segments of requests that are no longer
-        steady or end with this plan. `segments` are those that were steady when the plan was made."""
+        """Records the tokens of requests that are still steady. `segments` belong to requests that were steady when the
+        plan was made. Returns those of them whose requests are no longer steady, or end with this plan."""
         not_steady = []
         columns = slice(segments.start, segments.stop)
         rows = zip(segments, requests[columns], result.token_ids[columns], strict=True)

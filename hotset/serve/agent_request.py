@@ -1,4 +1,4 @@
-"""What `/v1/responses` and `/v1/messages` share: fields of requests, and the way from a request to its response."""
+"""Code that `/v1/responses` and `/v1/messages` share: the fields of their requests, and how a request is answered."""
 
 import json
 from collections.abc import Callable
@@ -44,12 +44,12 @@ class AgentFields(GenerationFields):
 
 @dataclass(frozen=True, slots=True)
 class AgentTurn:
-    """One validated request: what is generated."""
+    """What one validated request asks the model to generate."""
 
     id: str  # of the response
     conversation: Conversation
     max_tokens: int | None
-    stops_at_context: bool = False  # a larger max_tokens than the context has room for is not an error
+    stops_at_context: bool = False  # max_tokens is lowered to the room in the context, instead of an error
     stop: tuple[str, ...] = ()
     structure: Structure | None = None
 
@@ -78,5 +78,5 @@ async def answer(
         options=options,
         stream=bool(body.stream),
     )
-    with prompt.naming_tools():
+    with prompt.attribute_errors_to_tools():
         return await respond(request, service, job, new_responder(job, prompt.new_reader()))

@@ -85,7 +85,7 @@ def create_app(
 ) -> FastAPI:
     """Builds the application over a running engine. The caller keeps ownership of `client` and closes it.
 
-    `aliases` are further names that requests may use for the model. `handoff_secret` is that of the engine.
+    `aliases` are further names that requests may use for the model. `handoff_secret` is the engine's.
     `fingerprint` is the `system_fingerprint` of answers.
     """
     model_name = config.served_model_name or client.model.name
@@ -265,7 +265,7 @@ def _status_routes(service: Service) -> APIRouter:
 
 
 def _page_routes(service: Service) -> APIRouter:
-    """The live page and its data. The page needs no key, and asks its user for the key of the data."""
+    """Returns the routes of the live page and its data. Only the data needs the key: the page asks its user for it."""
     routes = APIRouter(include_in_schema=False)
     if not service.config.page:
 
@@ -309,7 +309,7 @@ def _full_or_stream(body: type[BaseModel], chunk: type[BaseModel]) -> Responses:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """Formats an error that a route has raised, or FastAPI before or after it."""
+    """Formats an error that a route or FastAPI has raised."""
     if isinstance(error, RequestValidationError):
         return error_response(validation_error(error))
     if isinstance(error, HTTPException):

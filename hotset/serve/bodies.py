@@ -1,4 +1,4 @@
-"""What the models of all request bodies are made of."""
+"""Base classes and types for the pydantic models of all request bodies."""
 
 from typing import Annotated, Any
 

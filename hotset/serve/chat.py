@@ -18,7 +18,7 @@ from hotset.serve.conversation import (
     Conversation,
     ReasoningPiece,
     encode_conversation,
-    naming,
+    rename_error_fields,
     thinking_kwargs,
 )
 from hotset.serve.fair_queue import client_of
@@ -144,7 +144,7 @@ class ChatFormatter(ResponseFormatter):
 
 
 def _shown_text(piece: AnswerPiece) -> str:
-    """Returns the content that a stream shows. For a broken call, that is what was not sent yet."""
+    """Returns the content that a stream shows. For a broken call, the content is its text that was not sent yet."""
     return piece.text if isinstance(piece, TextPiece) else piece.unsent if isinstance(piece, CallBreaks) else ""
 
 
@@ -194,7 +194,7 @@ async def chat_completion(request: Request, service: Service, body: ChatRequest)
         stream=bool(body.stream),
         logprobs_field="top_logprobs" if body.top_logprobs else "logprobs",
     )
-    with naming({"prompt": "messages"}), prompt.naming_tools():
+    with rename_error_fields({"prompt": "messages"}), prompt.attribute_errors_to_tools():
         return await respond(request, service, job, ChunkResponder(service, job, formatter, body.stream_options))
 
 

@@ -73,7 +73,7 @@ class ResponseFormatter(ABC):
 
     @abstractmethod
     def full_response(self, outputs: Iterable[CompletionOutput], usage: Usage) -> BaseModel:
-        """Returns the whole response, for a request that is not streamed. It reads `outputs` while it is written."""
+        """Returns the whole response, for a request that is not streamed. `outputs` is read while it is written."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class ChunkResponder:
         outputs = [CompletionOutput(index) for index in range(job.choices)]
         async with aclosing(deltas):
             async for delta in deltas:
-                # The choices of one prompt share its log-probabilities, which arrive with each of them.
+                # The choices of one prompt share its log-probabilities, which arrive with every choice.
                 if delta.prompt_logprobs is not None:
-                    of_prompt = outputs[delta.index - delta.index % job.params.n]
-                    of_prompt.prompt_logprobs = of_prompt.prompt_logprobs or delta.prompt_logprobs
-                    delta = replace(delta, prompt_logprobs=of_prompt.prompt_logprobs)
+                    first_choice = outputs[delta.index - delta.index % job.params.n]
+                    first_choice.prompt_logprobs = first_choice.prompt_logprobs or delta.prompt_logprobs
+                    delta = replace(delta, prompt_logprobs=first_choice.prompt_logprobs)
                 outputs[delta.index].extend(delta)
         usage = usage_of(
             job.prompt_tokens,
@@ -116,7 +116,7 @@ class ChunkResponder:
     async def events(self, deltas: Deltas) -> AsyncGenerator[bytes, None]:
         job = self.job
         completion_tokens, cached_tokens = [0] * job.choices, [0] * job.choices
-        # As in vLLM, usage in every chunk needs both options, and is that of the chunk's choice.
+        # As in vLLM, usage in every chunk needs both options, and counts only the choice of the chunk.
         options = self.stream_options
         include_usage = options is not None and bool(options.include_usage)
         in_every_chunk = include_usage and options is not None and bool(options.continuous_usage_stats)
@@ -146,7 +146,7 @@ class ChunkResponder:
                 elif (chunk := self.formatter.chunk(delta)) is not None:
                     yield event_of(with_usage(delta.index, chunk))
                 if delta.logprobs is not None:
-                    await asyncio.sleep(0)  # other requests come between two deltas, even if many are waiting
+                    await asyncio.sleep(0)  # lets other requests run, even if many deltas are waiting
         except Exception as error:
             yield event_of(error_body(error))
             return
@@ -156,12 +156,12 @@ class ChunkResponder:
         yield DONE
 
     async def _in_text_thread(self, pieces: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """Yields the pieces. Each is formatted when the one before it has been sent."""
+        """Yields the pieces. A thread formats each piece when the previous one has been sent."""
         while piece := await self.service.in_text_thread(partial(next, pieces, b"")):
             yield piece
 
 
 def _popped(outputs: list[CompletionOutput]) -> Iterator[CompletionOutput]:
-    """Yields the outputs, and keeps none of them."""
+    """Yields the outputs and removes them from the list, so that their memory is freed."""
     while outputs:
         yield outputs.pop(0)

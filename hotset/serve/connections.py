@@ -263,7 +263,7 @@ class LimitedProtocol(H11Protocol):
         return buffered_bytes + int.from_bytes(in_kernel, sys.byteorder)
 
     def _wait(self) -> None:
-        """Notes that the server waits for the client. The connection keeps its place if it was noted before."""
+        """Notes that the server waits for the client. A connection that waits already keeps its place."""
         self._connections.waiting.setdefault(self)
         self._connections.resume()
 

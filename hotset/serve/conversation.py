@@ -1,4 +1,4 @@
-"""The generation that all chat endpoints share: a conversation becomes a prompt, and the text of its answer events.
+"""Code that all chat endpoints share: it turns a conversation into a prompt, and the text of an answer into events.
 
 An endpoint makes a `Conversation`, encodes it, and calls `generation.respond` with its own responder. The responder
 reads the deltas through `events_of`, or through one `AnswerReader` per choice.
@@ -39,7 +39,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPiece:
-    """New text of what the model thinks before it answers."""
+    """New text of the reasoning before an answer."""
 
     text: str
 
@@ -80,7 +80,7 @@ class ConversationPrompt:
         return params if structure is None else replace(params, structure=structure)
 
     @contextmanager
-    def naming_tools(self) -> Iterator[None]:
+    def attribute_errors_to_tools(self) -> Iterator[None]:
         """Makes an error of the structure an error of the field `tools`, if the tools demand the structure."""
         try:
             yield
@@ -91,14 +91,14 @@ class ConversationPrompt:
 
 
 class AnswerReader:
-    """Reads the text of one answer, in any pieces. Nothing that may be half of a marker is returned as text."""
+    """Reads the text of one answer, in any pieces. Text that may be the beginning of a marker is held back."""
 
     def __init__(self, parser: AnswerParser, calls: CallParser | None = None, *, parallel: bool = True) -> None:
         self._parser = parser
         self._calls = calls
         self._parallel = parallel
         self._dropped: int | None = None  # the index of a call that is left out
-        self.has_calls = False  # complete ones
+        self.has_calls = False  # the answer has complete calls
 
     def feed(self, text: str) -> list[AnswerPiece]:
         """Returns the pieces that `text` completes."""
@@ -145,7 +145,7 @@ class AnswerReader:
     def finish_reason(self, reason: Literal["stop", "length"] | None) -> AnswerFinish | None: ...
 
     def finish_reason(self, reason: Literal["stop", "length"] | None) -> AnswerFinish | None:
-        """Returns the reason that clients get: an answer with calls that ended by itself ends with these calls."""
+        """Returns the reason that clients get. If the answer has calls and ended by itself, it is "tool_calls"."""
         return "tool_calls" if self.has_calls and reason == "stop" else reason
 
 
@@ -156,8 +156,8 @@ def thinking_kwargs(effort: str) -> dict[str, Any]:
 
 
 @contextmanager
-def naming(fields: Mapping[str, str]) -> Iterator[None]:
-    """Changes the field that a RequestError names: the chat template and the engine client name those of other
+def rename_error_fields(fields: Mapping[str, str]) -> Iterator[None]:
+    """Translates the field that a RequestError names: the chat template and the engine client use names of other
     endpoints."""
     try:
         yield

@@ -57,13 +57,13 @@ class FairQueue:
 
     def _finish(self, client: str, done: "asyncio.Future[Any]") -> None:
         if not done.cancelled():
-            done.exception()  # nobody may be waiting for it any more
+            done.exception()  # marks the error as retrieved: nobody may be waiting for it any more
         self._release(client)
 
     def _release(self, client: str) -> None:
         self._running[client] -= 1
         if not self._running[client]:
-            del self._running[client]  # clients send any keys, and as many as they like
+            del self._running[client]  # a client can send any number of different keys
         self._admit()
 
     def _admit(self) -> None:

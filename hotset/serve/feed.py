@@ -97,7 +97,7 @@ class Feed:
             oldest = next(iter(self._watchers))
             if time.monotonic() - oldest.since < MIN_WATCH_SECONDS:
                 raise QueueFull(
-                    f"{MAX_WATCHERS} pages are open, the limit, all for less than {MIN_WATCH_SECONDS:g} s; close one",
+                    f"{MAX_WATCHERS} pages are open, all for less than {MIN_WATCH_SECONDS:g} s; close one, or wait",
                     retry_after_s=5,
                 )
             oldest.ended.set()

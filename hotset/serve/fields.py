@@ -1,10 +1,10 @@
 """The one table of request fields that Hotset does not implement but clients send.
 
 The bodies in `protocol.py`, `responses_api` and `messages_api` declare the fields that Hotset implements. This table
-holds the others: those of the OpenAI API and of Anthropic's messages, all of vLLM and SGLang (as of August 2026), and
+holds all other fields of the OpenAI API, of Anthropic's messages, of vLLM and of SGLang (as of August 2026), and
 some of llama.cpp, Ollama and OpenRouter. For every field:
 
-- null means that the field was not sent, also for a field that nobody knows;
+- null counts as not sent, even for an unknown field;
 - a hint, which cannot change the answer, is ignored;
 - a value that asks for nothing (a default, an empty list) is accepted;
 - any other value would change the answer, so the request is refused with the name of the field and what to use instead;
@@ -88,7 +88,7 @@ class Unsupported:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Compares JSON values: other than in Python, true is not 1."""
+    """Compares JSON values. Unlike in Python, true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

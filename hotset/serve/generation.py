@@ -22,7 +22,7 @@ from hotset.serve.http_server import unless_disconnected
 from hotset.serve.metrics import Metrics
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, page_marks_header
 from hotset.serve.responses import PromptTokensDetails, Usage
-from hotset.serve.service import Load, Service
+from hotset.serve.service import ServerLoad, Service
 from hotset.serve.streams import chained, event_stream
 
 T = TypeVar("T")
@@ -78,8 +78,8 @@ class GenerationJob:
             )
 
     def cached_tokens(self, of_choices: Sequence[int]) -> int:
-        """Returns how many of `prompt_tokens` were in the prefix cache. Each prompt counts once, with its first choice:
-        the others also reuse what that one computed."""
+        """Returns how many of `prompt_tokens` were in the prefix cache. Each prompt counts once, with its first choice,
+        because its other choices also reuse what the first one computed."""
         return sum(of_choices[:: self.params.n])
 
     def prompt_tokens_of(self, index: int) -> int:
@@ -123,9 +123,9 @@ async def respond(request: Request, service: Service, job: GenerationJob, respon
         response, headers = await unless_disconnected(request.receive, generated)
     else:
         try:
-            # The status line is sent only after the first delta, so a request that the engine rejects gets an error
-            # status.
-            begun = _with_marks(partial(_first, deltas), marks)
+            # The status line is sent only after the first delta, so if the engine rejects the request, the client gets
+            # an error status.
+            begun = _with_marks(lambda: anext(deltas), marks)
             first, headers = await unless_disconnected(request.receive, begun)
         except BaseException:
             await deltas.aclose()  # the client may have disconnected after the first delta
@@ -156,15 +156,11 @@ async def _page_marks(request: Request, service: Service, job: GenerationJob) ->
 
 
 def api_finish_reason(piece: Delta | CompletionOutput) -> Literal["stop", "length"] | None:
-    """Returns the finish reason in the words of the OpenAI API. For all others, the engine client or `_pump` raises an
-    error."""
+    """Returns the finish reason in the words of the OpenAI API. For all other reasons, the engine client or `_pump`
+    raises an error."""
     if piece.finish_reason not in (None, "stop", "length"):
         raise InternalError(f"an answer ended by {piece.finish_reason!r}, which must be raised as an error")
     return piece.finish_reason
-
-
-async def _first(deltas: Deltas) -> Delta:
-    return await anext(deltas)
 
 
 def usage_of(prompt_tokens: int, cached_tokens: int, completion_tokens: int) -> Usage:
@@ -198,7 +194,7 @@ async def _measured(deltas: Deltas, job: GenerationJob, metrics: Metrics) -> Del
             yield delta
 
 
-async def _counted_as_waiting(deltas: Deltas, tokens: int, load: Load) -> Deltas:
+async def _counted_as_waiting(deltas: Deltas, tokens: int, load: ServerLoad) -> Deltas:
     """Yields the deltas unchanged. All prompt tokens count as waiting until the first delta of any prompt."""
     with load.waiting(tokens) as started:
         async with aclosing(deltas):

@@ -36,7 +36,7 @@ T = TypeVar("T")
 class HttpServer(uvicorn.Server):
     """uvicorn with limits on its connections.
 
-    Its signal handling is left out: it would end the process by the signal instead of with exit code 0.
+    uvicorn's signal handling is disabled: it would end the process by the signal instead of with exit code 0.
     """
 
     def __init__(self, app: ASGIApp, config: HttpSettings, on_ready: Callable[[], None]) -> None:
@@ -96,8 +96,8 @@ def warn_if_open_to_all(host: str, api_key: str | None) -> None:
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`. If the client disconnects first, cancels `work` and raises ClientDisconnect.
 
-    `work` has ended, with its cleanup, when this function returns or raises, even if the caller is cancelled again
-    during the cleanup, unless the cleanup takes more than CLEANUP_SECONDS.
+    When this function returns or raises, `work` and its cleanup have ended, even if the caller was cancelled again
+    during the cleanup. It waits for the cleanup for at most CLEANUP_SECONDS.
     """
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnection(receive))
@@ -109,11 +109,11 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     finally:
         working.cancel()
         watching.cancel()
-        await _ended(working, watching)
+        await _wait_until_ended(working, watching)
 
 
-async def _ended(*tasks: asyncio.Task[Any]) -> None:
-    """Waits until the tasks have ended. If this task is cancelled meanwhile, raises CancelledError then."""
+async def _wait_until_ended(*tasks: asyncio.Task[Any]) -> None:
+    """Waits until the tasks have ended. If this task is cancelled meanwhile, raises CancelledError afterwards."""
     cancelled: asyncio.CancelledError | None = None
     deadline = time.monotonic() + CLEANUP_SECONDS
     while not all(task.done() for task in tasks) and (left := deadline - time.monotonic()) > 0:
@@ -125,7 +125,7 @@ async def _ended(*tasks: asyncio.Task[Any]) -> None:
         if not task.done():
             logger.error("the work for a request has not ended %g s after it was cancelled", CLEANUP_SECONDS)
         elif not task.cancelled():
-            task.exception()  # otherwise asyncio would log it as forgotten
+            task.exception()  # otherwise asyncio would log the error as never retrieved
     if cancelled is not None:
         raise cancelled
 

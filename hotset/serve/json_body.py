@@ -20,7 +20,7 @@ MAX_LOOP_BYTES = 1 << 16  # a smaller body is parsed on the event loop, in about
 
 
 def json_route(threads: Executor) -> type[APIRoute]:
-    """Returns the class of routes whose large JSON bodies are parsed in `threads`, which are borrowed."""
+    """Returns a class of routes that parse large JSON bodies in `threads`, which the caller owns."""
 
     class JsonRequest(Request):
         async def json(self) -> Any:
@@ -48,7 +48,7 @@ def _parsed(body: bytes) -> Any:
         value = json.loads(body, object_pairs_hook=_checked_object)
     except RecursionError:
         raise _too_deep() from None
-    if body.count(b"[") + body.count(b"{") > MAX_NESTING:  # usually not: then it cannot be nested so deeply
+    if body.count(b"[") + body.count(b"{") > MAX_NESTING:  # only then can it be nested too deeply
         level = [value]
         for _ in range(MAX_NESTING + 1):
             level = [child for parent in level for child in _children(parent)]

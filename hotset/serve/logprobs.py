@@ -10,7 +10,7 @@ from hotset.engine.outputs import Logprob, TokenLogprobs
 from hotset.models.tokenizer import Tokenizer
 from hotset.serve.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, PromptTokenLogprob, TokenLogprob
 
-CACHED_NAMES = 1 << 10  # of tokens: the same ones occur at many positions
+CACHED_NAMES = 1 << 10  # names of tokens that are kept, because the same tokens occur at many positions
 MIN_LOGPROB = -9999.0  # JSON has no infinity; the OpenAI API writes this number instead
 
 
@@ -63,13 +63,13 @@ class CompletionLogprobWriter:
     def write_prompt(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None], text: str
     ) -> CompletionLogprobs:
-        """Returns the entries of an echoed prompt, whose text comes before that of the answer."""
+        """Returns the entries of an echoed prompt, whose text comes before the text of the answer."""
         written = self.write(token_ids, logprobs)
         self._start_text(len(text))
         return written
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
-        """Returns the entries of tokens that follow those of the previous call."""
+        """Returns the entries of the next tokens, which follow the tokens of the previous call."""
         offsets = array("q")
         for token in token_ids:
             offsets.append(self._offset)

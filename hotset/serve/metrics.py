@@ -23,8 +23,8 @@ from hotset.serve.vllm_metrics import (
     vllm_metrics,
 )
 
-# Each histogram that vLLM has too has vLLM's buckets, so that vLLM's can be derived from it.
 MAX_NEWEST = 1024  # newest latencies of one kind that are kept
+# Histograms that vLLM also has include vLLM's buckets, so that vLLM's histograms can be derived from them.
 TOKEN_SECONDS_BUCKETS = (0.001, 0.0025, 0.005, *INTER_TOKEN_BUCKETS)
 
 
@@ -33,7 +33,7 @@ class Metrics(HttpMetrics):
 
     def __init__(self) -> None:
         super().__init__("hotset")
-        # For the live page, which empties them.
+        # The newest latencies. The live page reads and empties these queues.
         self.newest_first_token_seconds: deque[float] = deque(maxlen=MAX_NEWEST)
         self.newest_inter_token_seconds: deque[float] = deque(maxlen=MAX_NEWEST)
         self.first_token_seconds = self._histogram(

@@ -182,8 +182,8 @@ class ConcurrencyLimit(HttpMiddleware):
 class JsonBody(Guard):
     """Treats bodies of every content type as JSON, except those that a web page of another origin may have sent.
 
-    Many clients name no content type, or that of a form (curl -d). But every web page can make the browser of its
-    visitor send such a body to this server, without asking the server first. Browsers ask only before they send
+    Many clients send no content type, or the content type of a form (curl -d). But every web page can make the browser
+    of its visitor send such a body to this server, without asking the server first. Browsers ask only before they send
     application/json, with a preflight request that `--cors-origin` allows. They name the page in the header Origin.
     """
 

@@ -86,7 +86,7 @@ LogitBias = Annotated[
 
 def _other_fields(model: type[BaseModel]) -> dict[str, Any]:
     """Returns the JSON schema of the fields that a body does not declare, by the pattern of their names. They are not
-    listed as properties, which would hide the declared ones."""
+    listed as properties, because the list would hide the declared fields."""
     names: dict[str, list[str]] = {}  # by the accepted values
     schemas: dict[str, Any] = {}
     for name, entry in UNSUPPORTED.items():
@@ -238,13 +238,13 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = Field(None, description="Send a last chunk with the usage of the whole request.")
     continuous_usage_stats: bool | None = Field(
         None,
-        description="With include_usage: send the usage of its choice so far in every chunk, too.",
+        description="With include_usage: send in every chunk the usage of its choice so far.",
     )
     include_obfuscation: bool | None = Field(None, description="Ignored: chunks are never padded.")
 
 
 class GenerationFields(RequestBody):
-    """The fields of all endpoints that generate. Options have the names that they have in `RequestOptions`."""
+    """The fields of all endpoints that generate. Options have the same names as in `RequestOptions`."""
 
     model: str | None = Field(None, description="Default: the served model.")
     stream: bool | None = None
@@ -301,7 +301,7 @@ class SamplingFields(GenerationFields):
         description="Keep only this many tokens at the end of the prompt; -1: as many as the context has room for.",
     )
     return_token_ids: bool | None = Field(None, description="Add prompt_token_ids and token_ids to the choices.")
-    response_format: ResponseFormat | None = Field(None, description="Make the answer JSON, of a schema or of any.")
+    response_format: ResponseFormat | None = Field(None, description="Make the answer JSON, with or without a schema.")
     structured_outputs: StructuredOutputs | None = Field(
         None, description="Give the answer a structure. The answer ends where its structure ends."
     )

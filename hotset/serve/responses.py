@@ -1,4 +1,4 @@
-"""Response bodies: those of the OpenAI API, and those of Hotset's own endpoints."""
+"""Response bodies of the OpenAI API and of Hotset's own endpoints."""
 
 from collections.abc import Iterable
 from itertools import chain

@@ -1,4 +1,4 @@
-"""When a client that was refused because of the load should try again."""
+"""Estimates when a client that was refused because of the load should try again."""
 
 import math
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 # The openai client ignores or refuses longer times (60 s in versions before 3, 120 s since).
 MAX_RETRY_AFTER_SECONDS = 60
-MAX_DEPARTURES = 64  # the rate is that of the most recent ones
+MAX_DEPARTURES = 64  # the rate is measured over so many departures
 
 
 class Turnover:

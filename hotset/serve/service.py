@@ -62,7 +62,7 @@ def fingerprint(config: EngineConfig, model: ModelCard) -> str:
     return "fp_" + hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-class Load:
+class ServerLoad:
     """The load that routers compare. Reading it never waits for the engine, which may be in a long step."""
 
     def __init__(self) -> None:
@@ -115,11 +115,11 @@ class Service:
     handoff_secret: str | None = None
     fingerprint: str = ""  # the system_fingerprint of answers
     metrics: Metrics = field(default_factory=Metrics)
-    load: Load = field(default_factory=Load)
+    load: ServerLoad = field(default_factory=ServerLoad)
     traces: Traces | None = None  # None without a collector
     started: int = field(default_factory=lambda: int(time.time()))
-    # Long texts and bodies are handled in few threads, so that many of them need memory for a few at a time. Templates
-    # and structures have threads of their own, which wait for processes: a slow one must not delay other requests.
+    # Few threads handle long texts and bodies, so that only a few of these need memory at a time. Templates and
+    # structures have threads of their own, which wait for processes: a slow process must not delay other requests.
     text_threads: Executor = field(default_factory=lambda: ThreadPoolExecutor(TEXT_THREADS, "hotset-text"))
     templates: FairQueue = field(default_factory=lambda: FairQueue("rendering of templates", JOBS_AT_ONCE))
     structures: FairQueue = field(default_factory=lambda: FairQueue("checks of structures", JOBS_AT_ONCE))
@@ -313,7 +313,7 @@ class Service:
         )
 
     def sampling_params(self, body: GenerationFields, **converted: Any) -> SamplingParams:
-        """Returns sampling parameters: the client's values, else the model's defaults, else those of SamplingParams.
+        """Returns sampling parameters: the client's values, else the model's defaults, else Hotset's defaults.
 
         `converted` are parameters whose fields have other names or forms. All others are fields of `body`.
         """

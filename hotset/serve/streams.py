@@ -1,5 +1,4 @@
-"""Responses that are sent in pieces, the events of streams, and long JSON bodies, of which only the piece that is being
-sent exists."""
+"""Responses that are sent in pieces: streams of events, and long JSON bodies that are never in memory as a whole."""
 
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
@@ -89,7 +88,7 @@ async def chained(first: T, others: AsyncGenerator[T, None]) -> AsyncGenerator[T
 
 def json_pieces(body: BaseModel) -> Iterator[bytes]:
     """Yields the bytes of `body.model_dump_json()` in pieces. Each has at least PIECE_BYTES, but the last may have
-    fewer. Iterators in the body are read only as far as they are written."""
+    fewer. Iterators in the body are read while their items are written."""
     piece = bytearray()
     for part in _parts(body):
         piece += part

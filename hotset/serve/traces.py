@@ -45,7 +45,7 @@ class Traces:
     """Sends the traces of one server. All methods must be called on the event loop."""
 
     def __init__(self, url: str, model: str, role: str) -> None:
-        """`url` is the address of a collector, without `/v1/traces`. `model` and `role` are those of this server."""
+        """`url` is the address of a collector, without `/v1/traces`. `model` and `role` describe this server."""
         self._url = f"{url.rstrip('/')}/v1/traces"
         self._role = role
         described = {"service.name": "hotset", "service.version": __version__, "gen_ai.request.model": model}
@@ -183,7 +183,7 @@ def _name_at_decode_worker(request_id: str) -> str:
 
 
 def _root_id(request_id: str) -> str:
-    """Returns the id of the HTTP request: that of a choice ends with the numbers of its prompt and choice."""
+    """Returns the id of the HTTP request, without the numbers of prompt and choice that end the id of a choice."""
     return request_id.rpartition("-")[0]
 
 

@@ -80,7 +80,7 @@ VLLM_METRICS = (
         TOKEN_BUCKETS,
     ),
 )
-# Our finish reasons that vLLM calls otherwise
+# Finish reasons that have another name in vLLM
 FINISHED_REASONS = {"lost": "error", "no_room": "error", "structure": "error"}
 
 

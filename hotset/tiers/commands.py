@@ -11,7 +11,7 @@ from hotset.tiers.residence import PageUse, Residence
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Grants `pages` to a seat for one use. They become the seat's pages number `first` and following for this use.
+    """Grants `pages` to a seat for one use. They become the seat's pages from number `first` on for this use.
 
     If `shared`, the pages hold index keys of the seat's context already, and other seats may read them. A seat gets
     shared pages before all its other key pages, and never writes to them.
@@ -34,10 +34,10 @@ class Flush:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Loads rows [0, length) of a context from the host: if `keys`, their index keys except those in shared pages, and
-    those rows that `to` needs.
+    """Loads from the host what a context of `length` rows needs in residence `to`.
 
-    RESIDENT needs all of them, TIERED those of tail and slots, STREAMED none.
+    RESIDENT needs all rows, TIERED those of tail and slots, STREAMED none. If `keys`, the index keys are loaded too,
+    except those in shared pages.
     """
 
     seat: int
@@ -48,10 +48,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class MirrorLanded:
-    """Copies full pages of a context of `length` rows, of which rows [first, length) have landed, to the host.
+    """Copies the full pages of a context to the host after its rows [first, length) have landed.
 
-    Index keys are copied and, if `rows`, also the rows. If not `rows`, the rows landed in host pages. The pages of rows
-    [0, first) are in the prefix cache: they are on the host, and must not be written.
+    Index keys are copied and, if `rows`, also the rows. If not `rows`, the rows have landed in host pages. The pages of
+    rows [0, first) are in the prefix cache: they are on the host, and must not be written.
     """
 
     seat: int

@@ -2,11 +2,11 @@
 
 The map pages of a tiered seat hold, for each index group, `position_of[slot]`, `last_used[slot]` and
 `slot_of[position]`. Stamps are positions: a step that begins at position p sets `last_used` of the slots that it uses
-to p. All tokens before p are final, and every step adds at least one, so stamps grow without a counter, also if a step
-verifies drafted tokens and rejects some. If earlier steps may still accept drafts, p is the first position at which the
-step could begin, whatever they accept. Parking discards the maps; `open` writes new ones, whose stamps are lower than
-those of all later steps. When a request is demoted, a row in a slot that is not in the last selection counts as used
-when it was written.
+to p. All tokens before p are final, and every step adds at least one, so stamps grow without a counter, even if a step
+rejects the drafted tokens that it verifies. If earlier steps may still accept drafts, p is the first position at which
+the step could begin. Parking discards the maps; `open` writes new ones, whose stamps are lower than those of all later
+steps. When a request is demoted, the stamp of a row in a slot is the row's own position, unless the row is in the last
+selection.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class HotBuffers:
             self._copy_on_device(0, swap.copies)
 
     def copy_counts(self) -> tuple[Tensor, Callable[[], None]]:
-        """Starts a copy of `counts` to the host. Returns it, and a function that waits for it, but not for later
+        """Starts a copy of `counts` to the host. Returns the copy, and a function that waits for it but not for later
         steps."""
         on_gpu = self.counts.device.type == "cuda"
         return to_host_async(self.counts if on_gpu else self.counts.clone())
@@ -103,8 +103,8 @@ class HotBuffers:
         )
 
     def release_used(self, group: int, seats: Tensor, stamps: Tensor) -> None:
-        """Lets later plans with the same `stamps` evict what was used with these. The rows are not read any more, and
-        count as used one stamp earlier. Seats that are EMPTY or not tiered are left out."""
+        """Lets later plans with the same `stamps` evict the slots with these stamps, by lowering their `last_used`.
+        The rows in these slots are not read any more. Seats that are EMPTY or not tiered are left out."""
         words, per_page, slots = self._pool.words_of(group), self._geometry.words_per_page, self._geometry.slots
         number = slots + torch.arange(slots, device=words.device)  # where last_used of each slot is among the maps
         tiered = ((seats != EMPTY) & self._tables.tiered[seats.clamp_min(0)])[:, None]
@@ -118,9 +118,9 @@ class HotBuffers:
         copy(swap.copies, self._host.rows[layer], self._pool.rows[layer])
 
     def prefetch(self, layer: int, swap: SwapPlan) -> torch.cuda.Event | None:
-        """Copies the missing rows in this layer. On a GPU, this happens while the main stream computes, after the
-        copies that were begun before. Returns the event of its end. The caller keeps `swap` until the main stream waits
-        for it: the copy reads lists that belong to the main stream."""
+        """Copies the missing rows in this layer. On a GPU, the copy runs on a side stream after earlier prefetches, and
+        the event of its end is returned. The caller keeps `swap` until the main stream waits for this event, because
+        the copy reads lists that belong to the main stream."""
         if self._prefetch_stream is None:
             self.copy(layer, swap)
             return None
@@ -166,11 +166,11 @@ class HotBuffers:
             self._copy_on_device(group, RowCopies(tail_rows, swap.rows, count))
 
     def open(self, seat: int, length: int) -> None:
-        """Makes a seat tiered whose context of `length` rows is on the host. The caller loads the rows of the tail.
+        """Makes a seat tiered. Its context of `length` rows is on the host. The caller loads the rows of the tail.
 
         If all other rows fit into the slots, they are loaded, so that no row is missing. Otherwise the positions in
-        `last_selected` are loaded. After a streamed prefill these are the request's own; after parking or a landing
-        they may be those of the seat's previous request.
+        `last_selected` are loaded. After a streamed prefill, the request itself selected them. After parking or a
+        landing, they may come from the seat's previous request.
         """
         self._tables.set_tiered(seat, True)
         tail_first, device = self._geometry.tail_first(length), self._pool.device
@@ -285,7 +285,7 @@ class HotBuffers:
     def _write_maps(
         self, seat: int, layers: Tensor, position_of: Tensor, last_used: Tensor, occupied: int, length: int
     ) -> None:
-        """Writes the maps of hot buffers whose first `occupied` slots hold rows: those in `layers` of the map pages.
+        """Writes the maps that are in `layers` of the map pages. The first `occupied` slots hold rows.
 
         slot_of is written up to `length`. Later positions are written when their page leaves the tail.
         """

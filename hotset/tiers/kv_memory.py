@@ -105,7 +105,8 @@ class KvMemory:
         """Prepares tails for a step that computes `counts[i]` tokens of `seats[i]`, from `starts[i]` on or later.
 
         Tokens before `starts[i]` are final. The others can be drafts: a later step may begin at any position after
-        `starts[i]` and compute them again. Returns the most tokens that a tiered seat has: 0 if none is tiered.
+        `starts[i]` and compute them again. Returns the largest number of tokens that a tiered seat has, or 0
+        if no seat is tiered.
         """
         tiered = self.tables.tiered_seats
         if not tiered or tiered.isdisjoint(seats):
@@ -130,8 +131,8 @@ class KvMemory:
     ) -> ResidentView:
         """Returns the view of a step that computes tokens [starts[i], starts[i] + counts[i]) of `seats[i]`.
 
-        `stamps` are the positions from which on the steps could begin, as far as the scheduler knew. Tails and stamps
-        depend on them, and not on what was accepted since. None: they are `starts`.
+        `stamps[i]` is the first position at which the step of `seats[i]` could begin when it was planned. Tails and
+        slots depend on it, and not on which drafts were accepted since. None: the stamps are `starts`.
         """
         tiered_tokens = self.prepare_step(seats, starts if stamps is None else stamps, counts)
         batch = make_batch(seats, starts, counts, self.pool.device)
@@ -142,7 +143,7 @@ class KvMemory:
 
     def draft_view(self, seats: Sequence[int], positions: Sequence[int], stamps: Sequence[int]) -> ResidentView:
         """Returns a view that computes the draft at `positions[i]` of `seats[i]`, after a step with `stamps[i]` and the
-        drafts before it. Tails and slots are those of that step."""
+        drafts before it. It uses the tails and slots of that step."""
         batch = make_batch(seats, positions, [1] * len(seats), self.pool.device)
         on_device = list_to_device(stamps, torch.int64, self.pool.device)
         return self._view(replace(batch, stamps=on_device), int(not self.tables.tiered_seats.isdisjoint(seats)))
@@ -256,7 +257,7 @@ class KvMemory:
             self._required_hot_buffers.open(seat, length)
 
     def _promote(self, command: Promote) -> None:
-        """Loads all rows from the host except those of the newest two pages, which stay in the tail's pages."""
+        """Loads all rows from the host, except the newest two pages, which stay in the tail's pages."""
         seat, page_rows = command.seat, self.pool.geometry.page_rows
         newest = command.length // page_rows
         self.tables.extend_rows(seat, 0, command.rows)

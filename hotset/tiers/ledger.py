@@ -85,8 +85,8 @@ class Ledger:
     ) -> PageCounts:
         """Returns the pages that a context of `tokens` rows needs in residence `to` beyond those that it holds.
 
-        It takes the pages of `prefix` from the cache. Those that no request uses count as free, so they are needed.
-        Index keys of cached pages that other requests have on the device need no page.
+        The context uses the cached pages `prefix`. Cached pages without users count as free, so they are among the
+        needed ones. Index keys that other requests with the same cached pages have on the device need no page.
         """
         return self._missing(holding, self._required(to, tokens), prefix)
 
@@ -110,7 +110,7 @@ class Ledger:
 
     @property
     def version(self) -> int:
-        """Grows whenever `find_prefix` may find other pages, or a request without a seat may need fewer or more."""
+        """Grows whenever `find_prefix` may find other pages, or a request without a seat may need more or fewer."""
         return self.shared_keys.version + (0 if self.host is None else self.host.version)
 
     def find_prefix(self, hashes: Sequence[bytes]) -> list[CachedPage]:
@@ -123,8 +123,8 @@ class Ledger:
         return self.host is not None and self.host.on_change is not None
 
     def publish(self, holding: Holding, hashes: Sequence[bytes], token_ids: Sequence[int], salt: str = "") -> None:
-        """Makes full pages of a request available to others. All their rows are on the host, or commands before any
-        later one put them there. `hashes` and `token_ids` are those of these pages, the next after `holding.cached`.
+        """Adds the full pages of a request that follow `holding.cached` to the prefix cache. `hashes` and `token_ids`
+        are those of these pages. Their rows are on the host, or will be before any later command is executed.
         Without subscribers, `token_ids` can be empty."""
         if holding.residence is Residence.LANDING:
             raise InternalError("another process may still write to its pages")
@@ -164,8 +164,8 @@ class Ledger:
         """Makes a resident request tiered on some of its pages and releases the others, at least one.
 
         The tail's pages stay in place, and the pages just before them stay in place as slots. The maps are put into
-        older pages, after the rows that were selected last have been copied from there into slots. If the next rows
-        have too few pages yet, older pages also become the last pages of the tail.
+        older pages, after the rows that were selected last have been copied from there into slots. If too few
+        pages are granted for the next rows yet, older pages also become the last pages of the tail.
         """
         if self.pages_freed_by_demotion(holding, length) <= 0:
             raise InternalError("a demotion must free at least one page")
@@ -250,7 +250,7 @@ class Ledger:
         policy: LandingPolicy | None = None,
     ) -> bool:
         """Gives an absent request pages for `tokens` rows, on the host or the device, and the cached pages of `prefix`.
-        `policy` is that of the prefill worker, by default `landing`.
+        `policy` is the policy for the prefill worker. Default: `landing`.
 
         Another process will write the rows after the prefix, and never writes to the cached pages. The request needs
         no seat for this. Returns False if too few pages are free.
@@ -271,7 +271,7 @@ class Ledger:
         return True
 
     def land(self, holding: Holding, seat: int, to: Residence, length: int, tokens: int) -> list[Command] | None:
-        """Gives a context of `length` rows that has landed completely a seat, and pages for `tokens` rows.
+        """Gives a seat, and pages for `tokens` rows, to a context of `length` rows that has landed completely.
 
         Rows [0, first) did not land: they and their index keys are in the cached pages that `reserve` took.
         """
@@ -283,7 +283,8 @@ class Ledger:
         if keys_on_host:
             self._use_shared_keys(holding)
         commands = self._start(holding, seat, to, tokens)
-        if first and not keys_on_host:  # what did not land is loaded: index keys and, if the others are there, rows
+        if first and not keys_on_host:
+            # The prefix did not land. Its index keys are loaded, and its rows too if the others landed on the device.
             commands.append(Load(seat, first, Residence.RESIDENT if in_place else Residence.STREAMED, keys=True))
         if self.host is not None and not keys_on_host:
             commands.append(MirrorLanded(seat, length, rows=in_place, first=first))
@@ -301,7 +302,7 @@ class Ledger:
         self._update_capacity(holding)
 
     def end_quarantine(self, landing: Hashable) -> None:
-        """Releases the pages recorded under `landing`, whose writer has stopped. Unknown ones are ignored."""
+        """Releases the pages recorded under `landing`, whose writer has stopped. Ignores unknown landings."""
         pages = self._quarantined.pop(landing, None)
         if pages is not None:
             self.device.release(pages.device)
@@ -335,7 +336,7 @@ class Ledger:
         self._update_capacity(holding)
 
     def audit(self, holdings: list[Holding]) -> None:
-        """Proves that the pages of both pools and their owners agree. `holdings` are those of all requests."""
+        """Proves that the pages of both pools and their owners agree. `holdings` has the holding of every request."""
         quarantined = self._quarantined.values()
         audit_device(self.device, holdings, self.shared_keys, [page for pages in quarantined for page in pages.device])
         if self.host is not None:
@@ -397,7 +398,7 @@ class Ledger:
         holding.capacity = min(holding.device_capacity, holding.host_capacity)
 
     def _start(self, holding: Holding, seat: int, to: Residence, tokens: int) -> list[Command]:
-        """Gives a request a seat, the pages that it holds already, and all that `tokens` rows lack."""
+        """Gives a request a seat. Grants the pages that it holds already, and those that `tokens` rows still need."""
         holding.move(to)
         holding.seat = seat
         commands: list[Command] = []
@@ -412,7 +413,7 @@ class Ledger:
         return commands
 
     def _use_shared_keys(self, holding: Holding) -> None:
-        """Gives a request without index keys on the device those of its cached pages that are there."""
+        """Gives a request without index keys on the device the shared key pages of its cached pages."""
         holding.pages[PageUse.KEYS] = self.shared_keys.find(holding.cached)
         self.shared_keys.use(holding.pages[PageUse.KEYS])
 
@@ -424,12 +425,12 @@ class Ledger:
             holding.pages[PageUse.HOST] = [cached.page for cached in prefix]
 
     def _take_device_pages(self, holding: Holding) -> list[int]:
-        """Takes all device pages of a request. Returns those that no other request uses."""
+        """Takes all device pages from a request. Returns those that no other request uses."""
         unused = self.shared_keys.stop_using(self._take(holding, PageUse.KEYS))
         return unused + [page for use in PageUse if use is not PageUse.HOST for page in self._take(holding, use)]
 
     def _take_own_host_pages(self, holding: Holding) -> list[int]:
-        """Takes all host pages of a request. Returns its own ones, and lets go of those in the cache."""
+        """Takes all host pages from a request. Returns its own pages, and stops using those in the cache."""
         own = holding.own_host_pages
         if self.host is not None:
             self.host.stop_using(holding.cached)

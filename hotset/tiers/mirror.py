@@ -1,7 +1,7 @@
 """Copies pages between device and host: full pages are mirrored, parking flushes the last page, resuming loads pages.
 
-A page is copied to the host when its last row has been written. The host therefore has all rows and index keys of a
-context except those of a newest page that is not full, which are only on the device until `flush`. Streamed rows are an
+A page is copied to the host when its last row has been written. The host therefore has all full pages of a context.
+The rows and index keys of a newest page that is not full are only on the device until `flush`. Streamed rows are an
 exception: each step copies them to the host, layer by layer. A copy is an array of runs. One kernel call copies runs of
 rows in all layers. Only long runs to the device are copied layer by layer, by the GPU's copy engine, which is faster.
 """
@@ -39,8 +39,8 @@ class TokenRange(NamedTuple):
 
 
 class KeyLayers(NamedTuple):
-    """Consecutive layers of key pages, and the index group whose keys the first of them holds. The groups that follow
-    are in the layers that follow."""
+    """Consecutive layers of key pages. `group` is the index group whose keys the first layer holds. The next layers
+    hold the keys of the next groups."""
 
     first: int
     last: int
@@ -75,7 +75,7 @@ class Mirror:
     def mirror_filled_pages(self, written: Sequence[TokenRange]) -> None:
         """Copies to the host every page that is full once the submitted step has written the rows `written`.
 
-        Of a streamed seat, only index keys are copied here. Its rows are copied during the step.
+        For a streamed seat, only index keys are copied here. Its rows are copied during the step.
         """
         page_rows = self._pool.geometry.page_rows
         whole = ((seat, first - first % page_rows, last - last % page_rows) for seat, first, last in written)
@@ -83,7 +83,7 @@ class Mirror:
         self._store([filled for filled in ranges if not self._tables.work_pages[filled.seat]], ranges)
 
     def flush(self, seat: int, length: int) -> None:
-        """Copies the newest page if it is not full; of a streamed seat, only index keys. All else is on the host."""
+        """Copies the newest page if it is not full, and for a streamed seat only its index keys."""
         first = length // self._pool.geometry.page_rows * self._pool.geometry.page_rows
         if first < length:
             newest = [TokenRange(seat, first, length)]
@@ -118,7 +118,7 @@ class Mirror:
                 target.copy_(source, non_blocking=True)
 
     def load_tail(self, seat: int, length: int) -> None:
-        """Copies those of the first `length` rows of a tiered context that belong in its tail from the host."""
+        """Copies the rows in the tail of a tiered context of `length` rows from the host."""
         self.load_rows(seat, self._pool.geometry.tail_first(length), length, self._tail_by_page(seat, length))
 
     def load_keys(self, seat: int, length: int) -> None:
@@ -127,7 +127,7 @@ class Mirror:
         if self._host.keys is None or length == 0:
             return
         first_page, shape = self._tables.shared_keys[seat], self._pool.shape
-        # Blocks before this one are in shared pages. Of this one, the blocks of some groups can be there, too.
+        # Earlier blocks are in shared pages. For some groups, the block with this number can be in a shared page, too.
         first_block = first_page * shape.layers // shape.groups
         unshared = [TokenRange(seat, first_block * self._pool.geometry.keys_per_block, length)]
         for layers, runs in self._key_runs(unshared, first_page=first_page).items():
@@ -199,9 +199,9 @@ class Mirror:
         return _merged(np.stack((device_rows, host_rows, sizes), axis=1))
 
     def _pieces(self, token_range: TokenRange, own: bool, *multiples_of: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Splits a range at the multiples of numbers, which include the rows of a page. Returns, of each piece, its
-        first position, its first row on the host, and its size. If `own`, pieces that other workers write are left
-        out."""
+        """Splits a range at all multiples of the given numbers, one of which must be the number of rows in a page.
+        Returns the first positions, the first host rows, and the sizes of the pieces. If `own`, pieces that other
+        workers write are left out."""
         seat, first, last = token_range
         page_rows = self._pool.geometry.page_rows
         cuts = [np.arange(first - first % number + number, last, number) for number in multiples_of]
@@ -226,7 +226,7 @@ class Mirror:
     def _key_runs(self, ranges: Sequence[TokenRange], own: bool = False, first_page: int = 0) -> dict[KeyLayers, Runs]:
         """Returns the runs of index keys, in words, by the layers of key pages in which they lie.
 
-        The blocks of all groups with the same number are in consecutive layers, some of which may be in the next page.
+        Block n of every group is in one of several consecutive layers. Some of these layers may be in the next page.
         Keys in key pages before number `first_page` are left out.
         """
         pool, word = self._pool, self._key_word_dtype.itemsize

@@ -126,7 +126,7 @@ class PrefixCache(PageAllocator):
         return found
 
     def use(self, pages: Sequence[CachedPage]) -> None:
-        """Records one more request that uses these pages, which are those of a whole prefix."""
+        """Records one more request that uses these pages, which are a whole prefix."""
         self.version += 1
         for cached in pages:
             if cached.users == 0:
@@ -170,7 +170,7 @@ class PrefixCache(PageAllocator):
             self.on_change(PagesStored(tuple(hashes), parent, tuple(token_ids), salt))
 
     def stop_using(self, pages: Sequence[CachedPage]) -> None:
-        """Records that one request no longer uses these pages, which are those of a whole prefix."""
+        """Records that one request no longer uses these pages, which are a whole prefix."""
         self.version += 1
         unused = self._unused
         for cached in reversed(pages):

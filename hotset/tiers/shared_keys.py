@@ -2,8 +2,8 @@
 
 A key page can be shared once it is *whole*: all keys that it has room for, of all index groups and on every worker,
 belong to cached pages. A request computes only tokens after its cached pages, so nothing is written to a whole page.
-Each is registered under the hash of the cached page in which its last key lies. The requests that use the key page use
-this cached page, too, so it is not evicted meanwhile.
+A whole page is registered under the hash of the cached page in which its last key lies. The requests that use the key
+page use this cached page, too, so it is not evicted meanwhile.
 """
 
 from collections import Counter
@@ -44,8 +44,8 @@ class SharedKeys:
         self._users.update(pages)
 
     def register(self, cached: Sequence[CachedPage], key_pages: Sequence[int], first: int = 0) -> None:
-        """Makes the whole pages among `key_pages`, which are those of a context that begins with the pages `cached`,
-        available to others. Their keys have been written, or commands before any later one write them.
+        """Lets other requests use the whole pages among `key_pages`, the key pages of a context that begins with the
+        pages `cached`. Their keys have been written, or will be before any later command is executed.
 
         The pages that were whole when the context had `first` cached pages are registered already. If another request
         has registered a page with the same keys, this request keeps its own.

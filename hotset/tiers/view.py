@@ -45,23 +45,23 @@ class StreamedSegment:
 class TieredSegments:
     """The segments of tiered requests in a step that verifies drafts of some of them.
 
-    Each is planned as one query for the union of its tokens' selections, so that a row which several of them select is
-    copied once, and none of them evicts a row that another one needs. The segments are found on the device, so that a
-    captured graph finds those of each replay.
+    Each segment is planned as one query for the union of its tokens' selections. A row that several tokens select is
+    therefore copied once, and no token evicts a row that another token needs. The segments are found on the device, so
+    that a captured graph finds the segments of each replay.
     """
 
     def __init__(self, seat_of: Tensor, stamps: Tensor, tiered: Tensor, num_segments: int, width: int) -> None:
-        """Columns have an entry per token; `tiered` says whether its request is tiered. The stamp of a segment is that
-        of its first token. There are at most `num_segments` segments, all padding being one, and those of tiered
-        requests have at most `width` tokens."""
+        """The tensors have an entry per token; `tiered` says whether its request is tiered. The stamp of a segment is
+        the stamp of its first token. There are at most `num_segments` segments, counting all padding as one. A segment
+        of a tiered request has at most `width` tokens."""
         tokens = torch.arange(seat_of.shape[0], device=seat_of.device)
         begins = torch.ones_like(tiered)
         begins[1:] = seat_of[1:] != seat_of[:-1]
         first = torch.where(begins, tokens, 0).cummax(0).values  # of the token's segment
         place = (begins.cumsum(0) - 1) * width + tokens - first
-        behind = num_segments * width  # where tokens of other requests are written, and never read
-        self._tiered, self._place = tiered[:, None], torch.where(tiered, place, behind)
-        table = tokens.new_full((behind + 1,), EMPTY).scatter(0, self._place, tokens)[:-1].view(-1, width)
+        unread = num_segments * width  # the tokens of other requests are written here
+        self._tiered, self._place = tiered[:, None], torch.where(tiered, place, unread)
+        table = tokens.new_full((unread + 1,), EMPTY).scatter(0, self._place, tokens)[:-1].view(-1, width)
         self._valid, self._tokens = (table != EMPTY)[:, :, None], table.clamp_min(0)  # [segments, width]
         first_tokens = self._tokens[:, 0]
         self._seats = torch.where(self._valid[:, 0, 0], seat_of[first_tokens], EMPTY)
@@ -171,7 +171,7 @@ class TieredView(ResidentView):
 
     def _find_of_group(self, group: int, positions: Tensor) -> Tensor:
         """Returns the rows of a group's selection. Their ids are the same in each layer of the group. Missing rows of
-        tiered requests are copied into its first layer, and begin to be copied into the others."""
+        tiered requests are copied into its first layer, and copies into its other layers are started."""
         self._save_last_topk(group, positions)
         if not self._has_tiered:
             return self._find(positions)

@@ -56,9 +56,7 @@ SECRET = "at least sixteen characters"
         ({"role": "decode", "transfer": "mooncake", "transfer_interface": "lo,lo"}, "is none of this machine's"),
     ],
 )
-def test_handoff_settings_that_are_invalid_or_without_effect_are_refused_before_a_model_is_loaded(
-    settings: Any, message: str
-) -> None:
+def test_handoff_settings_that_are_invalid_or_without_effect_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
 

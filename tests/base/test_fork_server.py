@@ -28,7 +28,7 @@ def worker(server: ForkServer) -> Worker:
 
 
 def kill(pid: int | None, *others: int) -> None:
-    """Kills a process, and waits until it and those that must end with it have ended."""
+    """Kills a process, and waits until it and `others` have ended."""
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     wait_until_ended([pid, *others])

@@ -60,10 +60,7 @@ CASES: dict[str, tuple[dict[str, str | int], HostMemory]] = {
         {"proc/self/cgroup": "0::/../docker/123\n"} | v2("", max=8 * GIB, current=2 * GIB),
         HostMemory(64 * GIB, 6 * GIB, 8 * GIB),
     ),
-    "usage above the limit": (
-        IN_GROUP | v2("a/b", max=8 * GIB, current=9 * GIB),
-        HostMemory(64 * GIB, 0, 8 * GIB),
-    ),
+    "usage above the limit": (IN_GROUP | v2("a/b", max=8 * GIB, current=9 * GIB), HostMemory(64 * GIB, 0, 8 * GIB)),
     "the machine has less left than the group": (
         IN_GROUP | v2("a/b", max=60 * GIB, current=GIB),
         HostMemory(64 * GIB, 32 * GIB, 60 * GIB),

@@ -54,9 +54,7 @@ def test_only_listening_tcp_sockets_are_found_and_they_stay_open(opened: list[so
     socket.create_connection(ipv4.getsockname()).close()
 
 
-def test_sockets_opened_in_a_confined_block_are_bound_to_the_interface_and_others_are_not(
-    opened: list[socket.socket],
-) -> None:
+def test_only_sockets_opened_in_a_confined_block_are_bound_to_the_interface(opened: list[socket.socket]) -> None:
     opened.append(listen("0.0.0.0"))
     with confined_to("lo"):
         opened.append(listen("0.0.0.0"))

@@ -55,7 +55,7 @@ def test_a_machine_that_reports_nothing_has_no_nodes_and_no_huge_pages(tmp_path:
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("-1\n", None), (None, None)])
-def test_the_node_of_a_gpu_is_that_of_its_pci_device(
+def test_a_gpus_node_is_that_of_its_pci_device(
     tmp_path: Path, text: str | None, node: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numa, "pci_address", {0: "0000:3b:00.0", 1: "0000:af:00.0"}.get)
@@ -69,7 +69,7 @@ def test_the_node_of_a_gpu_is_that_of_its_pci_device(
     ("private_mode", "shared_mode", "private", "shared"),
     [("always", "advise", True, True), ("madvise", "never", True, False), ("never", "deny", False, False)],
 )
-def test_huge_pages_are_those_that_the_system_allows(
+def test_allowed_huge_pages_are_found(
     tmp_path: Path, private_mode: str, shared_mode: str, private: bool, shared: bool
 ) -> None:
     def setting(choices: str, selected: str) -> str:

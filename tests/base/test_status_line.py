@@ -21,7 +21,7 @@ from hotset.base.config import EngineConfig
 from hotset.base.errors import StartupError
 from hotset.base.listeners import bound_socket
 from hotset.base.serve_config import ServeConfig
-from hotset.base.status_line import LOG_SECONDS, ShowProgress, StatusLine, TaskProgress, show_counts
+from hotset.base.status_line import LOG_SECONDS, ShowProgress, StatusLine, TaskProgress, TaskTimer, show_counts
 from hotset.serve.server import run as run_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,12 +59,12 @@ def test_a_terminal_shows_a_bar_that_is_erased_at_the_end(monkeypatch: pytest.Mo
     with StatusLine("Starting", terminal) as status:
         show = show_counts(status.show, "Loading m", in_bytes=True)
         show(GIB // 2, 2 * GIB)
-        assert wait_until(lambda: "25 %" in terminal.getvalue())
+        assert wait_until(lambda: "512.0 MiB" in terminal.getvalue())
         [line] = screen(terminal.getvalue())
-        assert re.fullmatch(r"Loading m ━━━━━─{15} 25 % of 2\.0 GiB, \d+ s", line)
+        assert re.fullmatch(r"Loading m ━━━━━─{15} 512\.0 MiB of 2\.0 GiB, \d+ s", line)
         status.print("a line above")
         show(GIB, 2 * GIB)
-        assert wait_until(lambda: "50 %" in terminal.getvalue())
+        assert wait_until(lambda: "1.0 GiB" in terminal.getvalue())
         assert screen(terminal.getvalue())[0] == "a line above"
     assert screen(terminal.getvalue()) == ["a line above", ""]
 
@@ -90,12 +90,36 @@ def test_without_a_terminal_progress_is_logged_in_lines(
     with StatusLine("Starting", stream, log_seconds=0.02) as status:
         assert wait_until(lambda: logged(r"Starting, \d+ s"))
         status.show(TaskProgress("Loading m", GIB // 2, 2 * GIB, in_bytes=True))
-        assert wait_until(lambda: logged(r"Loading m: 25 % of 2\.0 GiB, \d+ s"))
+        assert wait_until(lambda: logged(r"Loading m: 512\.0 MiB of 2\.0 GiB, \d+ s"))
         status.show(TaskProgress("Capturing", 3, 12))
         assert wait_until(lambda: logged(r"Capturing: 3 of 12, \d+ s"))
         status.print("a line")
     assert isinstance(stream, io.StringIO) and stream.getvalue() == "a line\n"
     assert not [thread for thread in threading.enumerate() if thread.name == "hotset-status"]
+
+
+def test_a_task_in_bytes_shows_its_rate_and_the_seconds_that_remain(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was done before the task was shown does not count: another thread may have done it meanwhile."""
+    monkeypatch.setattr(status_line, "PACE_SECONDS", 0.0)
+    monkeypatch.setattr(status_line, "time", SimpleNamespace(monotonic=iter([0.0, 10.0, *[14.0] * 10_000]).__next__))
+    caplog.set_level(logging.INFO, logger="hotset")
+    line = StatusLine("Starting", io.StringIO())
+    line.show(TaskProgress("Loading m", 2 * 10**9, 14 * 10**9, in_bytes=True))
+    line.show(TaskProgress("Loading m", 8 * 10**9, 14 * 10**9, in_bytes=True))
+    assert line._line().endswith("7.5 GiB of 13.0 GiB, 1.5 GB/s, 4 s left, 4 s")
+
+
+def test_a_timer_names_every_task_with_its_seconds() -> None:
+    now, shown = [100.0], []
+    timer = TaskTimer(shown.append, clock=lambda: now[0])
+    for title, seconds in (("Loading m", 0.5), ("Capturing", 9.0), ("Loading m", 3.0), ("Capturing", 1.0)):
+        now[0] += seconds
+        timer.show(TaskProgress(title))
+    now[0] += 2.5
+    assert timer.summary() == "16.0 s: preparing 0.5, Loading m 10.0, Capturing 5.5"
+    assert [progress.title for progress in shown] == ["Loading m", "Capturing", "Loading m", "Capturing"]
 
 
 def test_a_task_shorter_than_the_interval_of_ten_seconds_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,7 +168,7 @@ def test_a_start_without_a_terminal_logs_its_progress(
     def load(config: EngineConfig, *rest: object, show: ShowProgress) -> None:
         show(TaskProgress("Loading m", GIB, 4 * GIB, in_bytes=True))
         assert wait_until(
-            lambda: any(message.startswith("Loading m: 25 % of 4.0 GiB, ") for message in caplog.messages)
+            lambda: any(message.startswith("Loading m: 1.0 GiB of 4.0 GiB, ") for message in caplog.messages)
         )
         raise StartupError("it fails, as planned")
 

@@ -1,4 +1,4 @@
-"""The measurements of decode.py, and of one_rank.py, are correct at a small size, on a CPU."""
+"""The measurements of decode.py and of one_rank.py are correct at a small size, on a CPU."""
 
 import argparse
 import json
@@ -149,7 +149,7 @@ def test_tiers_and_drafts_decode_alone_and_together(tmp_path: Path, monkeypatch:
     assert off_drafts["bytes ms"] is None and off["bytes ms"] > 0
 
 
-def test_contexts_of_128k_that_share_96k_fit_more_than_twice_as_often() -> None:
+def test_more_than_twice_as_many_contexts_of_128k_fit_if_they_share_96k() -> None:
     spec = load_spec("dsa-50b")
     assert isinstance(spec.attention, MlaSpec)
     shape = worker_kv_shape(spec, torch.bfloat16, FP8_KV)
@@ -378,7 +378,7 @@ def test_cases_without_time_are_skipped_and_a_failed_case_does_not_end_the_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "expected"), [("deepseek-v3.2", 103e9), ("glm-5.2", 111e9)])
-def test_rank_with_its_own_attention_and_an_eighth_of_the_experts_takes_what_was_foreseen(
+def test_rank_with_its_own_attention_and_an_eighth_of_the_experts_takes_the_expected_memory(
     name: str, expected: float
 ) -> None:
     planned = planned_bytes(load_spec(name), SPLITS["dp8"], torch.bfloat16, CPU)

@@ -1,4 +1,4 @@
-"""hidden_swap_in.py measures what it says, at a small size and on a CPU."""
+"""The measurements of hidden_swap_in.py are correct at a small size, on a CPU."""
 
 import argparse
 from collections import Counter
@@ -60,7 +60,7 @@ def test_the_same_requests_decode_with_copies_in_order_and_without_misses(
     assert hidden.met and not speed.met
 
 
-def test_copies_get_the_given_blocks_and_threads_and_later_their_own_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_get_the_given_blocks_and_threads_only_within_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     monkeypatch.setattr(cuda_impl, "_launch_copy", lambda *_, early, tuning: launched.append(tuning))
     rows, entries = torch.zeros(2, 16, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.int64)
@@ -79,7 +79,7 @@ def test_shapes_of_copies_that_are_misspelt_are_refused_with_an_example(text: st
     assert hidden_swap_in.copy_shape("24x1024") == "24x1024"
 
 
-def test_some_layers_of_the_model_select_as_all_of_them_do() -> None:
+def test_a_model_with_fewer_layers_has_indexers_in_the_same_layers() -> None:
     spec, whole = (
         load_spec("dsa-50b-dense", layers=10, layers_per_indexer=4),
         load_spec("dsa-50b-dense", layers_per_indexer=1),

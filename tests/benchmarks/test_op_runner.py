@@ -1,4 +1,4 @@
-"""The runner of benchmarks of ops measures all cases, compares with a peer, and tries tunings. Ops have sane tables."""
+"""The runner of op benchmarks measures all cases, compares with a peer and tries tunings. All ops have valid tables."""
 
 import json
 import sys
@@ -15,17 +15,7 @@ from op_runner import OpBenchmark, PeerComparison, Sweep, run
 from peer_timings import PeerTimings
 from report import Bar, Row
 
-OPS = (
-    "attention",
-    "experts",
-    "fp8_experts",
-    "fp8_linear",
-    "indexer",
-    "sampling",
-    "slice_pack",
-    "small_ops",
-    "swap_in",
-)
+OPS = ("attention", "experts", "fp8_experts", "fp8_linear", "indexer", "sampling", "slice_pack", "small_ops", "swap_in")
 
 
 def measure(case: int) -> Row:

@@ -120,7 +120,7 @@ def test_answers_that_differ_are_judged_at_their_first_different_token(gap: floa
     assert judge.asked == [([1, 2, 5], 6, 8)]
 
 
-def test_options_change_the_number_of_conversations_and_turns() -> None:
+def test_options_set_the_numbers_of_conversations_and_turns() -> None:
     sizes = sizes_of(make_options().parse_args(["--turns", "3"]))
     assert (sizes.conversations, sizes.turns, sizes.system) == (16, 3, 4096)
     assert sizes_of(make_options().parse_args(["--quick", "--conversations", "2"])) == replace(QUICK, conversations=2)

@@ -1,4 +1,4 @@
-"""The acceptance that benchmarks/speculation.py imposes."""
+"""benchmarks/speculation.py imposes the rate at which drafts are accepted."""
 
 import torch
 from speculation import SHARES, imposed_acceptance
@@ -10,7 +10,7 @@ DRAFTS = {0: (1, 2, 3), 1: (4, 5, 6)}
 PLAN = Plan(0, [], (0, 1, 2), (5, 6, 7), (4, 4, 1), (0, 0, 0, 0, 1, 1, 1, 1, 2), drafts=DRAFTS, draft_limits=(9, 9, 9))
 
 
-def test_steps_with_three_drafts_add_two_point_six_five_tokens() -> None:
+def test_imposed_acceptance_adds_its_expected_number_of_tokens_and_ends_with_the_block() -> None:
     table = SampledSegments(PLAN, SeatDrafts(3, 3, torch.device("cpu"))).on_device
     accepted, sampled = torch.zeros(3), torch.zeros(9, dtype=torch.int64)
     torch.manual_seed(1)

@@ -152,9 +152,7 @@ def test_a_worker_named_twice_is_rejected() -> None:
         RouterConfig(prefill=("http://h:1",), decode=("http://h:1/",))
 
 
-def test_a_secret_in_the_environment_applies_only_to_prefill_and_decode_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_secret_in_the_environment_applies_only_to_workers_of_handoffs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSET_HANDOFF_SECRET", SECRET)
     for role, secret in (("both", None), ("decode", SECRET)):
         assert EngineConfig(**config_values(EngineConfig, {"role": role})).handoff_secret == secret
@@ -178,9 +176,7 @@ exec sleep 600
 
 
 @pytest.mark.parametrize("damaged", ["prefill", "none"])
-def test_a_child_that_does_not_start_or_dies_is_named_and_stops_all_others(
-    damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_fails_stops_all_others(damaged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     children = tmp_path / "children"
     child = tmp_path / "child"
     child.write_text(CHILD.format(children=children, damaged=damaged))

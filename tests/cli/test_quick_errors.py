@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from harness import tiny_directory
+from ports import reserved_port
 
 from hotset.base.devices import has_gpu_driver
 
@@ -70,7 +71,7 @@ WRONG_PREFILL_ARGS = {
     "--handoff-secret s3cret-that-is-long": "--handoff-secret cannot be set for one engine",
     "--kv-events tcp://127.0.0.1:5557": "prefill 1: --disaggregate gives each engine its own ports; use port 0",
     "--gpus 0,0": "prefill 1: --gpus 0,0 has GPU 0 twice",
-    "--data-parallel-size 2": "prefill 1: --role prefill does not support --data-parallel-size; start several",
+    "--data-parallel-size 2": "prefill 1: --role prefill does not support --data-parallel-size; use --pipeline",
 }
 
 
@@ -138,11 +139,8 @@ def taken_port() -> Iterator[str]:
 
 @pytest.fixture
 def own_port() -> Iterator[str]:
-    """A port that other tests cannot take, but on which a process can listen."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield str(reserved.getsockname()[1])
+    with reserved_port() as port:
+        yield str(port)
 
 
 def test_mistakes_are_answered_without_torch(tmp_path: Path, taken_port: str, own_port: str) -> None:

@@ -63,9 +63,7 @@ def test_args_are_given_once_for_all_engines_of_a_role_or_once_for_each() -> Non
         engines_of("3P1D", "--prefill-args", "", "--prefill-args", "")
 
 
-def test_engines_that_would_compute_in_different_dtypes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_with_different_dtypes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_roles, "has_gpu_driver", lambda: True)
     model = tiny_directory(tmp_path, torch_dtype="bfloat16")
 

@@ -42,7 +42,7 @@ def gpus(count: int, total_gib: int, free_gib: int | None = None) -> tuple[Devic
         ([TP2, {}], 0, [None, None]),
     ],
 )
-def test_engines_get_the_gpus_that_their_ranks_need(
+def test_engines_get_gpus_for_all_ranks(
     settings: list[dict[str, Any]], machine: int, expected: list[str | None]
 ) -> None:
     assert gpus_of(divide_gpus(engines(*settings), machine)) == expected
@@ -64,9 +64,7 @@ def test_engines_get_the_gpus_that_their_ranks_need(
         ([{**TP2, "gpus": "0"}, {}], 4, "but --gpus 0 has 1; name 2"),
     ],
 )
-def test_gpus_that_are_too_few_or_claimed_twice_are_refused(
-    settings: list[dict[str, Any]], machine: int, message: str
-) -> None:
+def test_too_few_or_doubly_claimed_gpus_are_refused(settings: list[dict[str, Any]], machine: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         divide_gpus(engines(*settings), machine)
 
@@ -98,9 +96,7 @@ def sized(
 
 
 @pytest.mark.parametrize(("utilization", "free_gib"), [(0.92, None), (0.5, 60), (0.92, 30)])
-def test_ranks_that_share_a_gpu_fit_on_it_with_their_weights(
-    utilization: float, free_gib: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_on_one_gpu_fit_on_it(utilization: float, free_gib: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     on_one = {**TP2, "ranks_per_gpu": 2, "gpu_memory_utilization": utilization}
     free = FreeMemory(1024 * GIB, gpus(1, 80, free_gib))
     configs = sized(on_one, {"gpu_memory_utilization": utilization}, free=free, needed=5, monkeypatch=monkeypatch)

@@ -50,11 +50,7 @@ def called(model: str, options: dict[str, Any]) -> dict[str, Any]:
     question = {"role": "user", "content": "Will it rain in Rome?"}
     choice = litellm.completion(model, [question], **tools, **options, parallel_tool_calls=False).choices[0]
     (call,) = choice.message.tool_calls
-    return {
-        "finish_reason": choice.finish_reason,
-        "name": call.function.name,
-        "arguments": call.function.arguments,
-    }
+    return {"finish_reason": choice.finish_reason, "name": call.function.name, "arguments": call.function.arguments}
 
 
 def continued(model: str, options: dict[str, Any]) -> dict[str, str]:

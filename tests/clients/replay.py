@@ -1,6 +1,6 @@
 """Sends the requests of benchmark tools that are too large to install, and checks what the tools read in the answers.
 
-replays.json has the requests, written after the public source of each tool. MODEL stands for the name of the model.
+replays.json has the requests. They follow the public source of each tool. MODEL stands for the name of the model.
 """
 
 import json

@@ -62,7 +62,7 @@ def emulate_graphs(monkeypatch: pytest.MonkeyPatch) -> list[StepGraph | None]:
 
 
 def make_engine_with_graphs(model: Decoder, spec: ModelSpec, *, requests: int, **settings: Any) -> Engine:
-    """Returns an engine for at most so many requests."""
+    """Returns an engine for at most `requests` requests."""
     engine = make_engine(model, spec, max_num_seqs=requests + 1, **settings)
     assert isinstance(engine.executor, InProcessExecutor)
     ledger, tables = engine.schedulers[0].ledger, engine.executor.memory.tables

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from engine.test_invariance import MODELS
-from harness import RandomWeights, make_engine, run_all
+from harness import DSA_SIZES, RandomWeights, make_engine, run_all
 from loopback import Hub, Loopback
 
 from hotset.base.paged_span import PagedSpan
@@ -43,7 +43,7 @@ from hotset.schedule.handoffs import HandoffKey, RowsComputed
 
 DEADLINE_S = 200.0
 Speeds = dict[tuple[MemoryKind, MemoryKind], float]  # bytes per second between kinds of memory
-DSA_CONFIG = {
+DSA_CONFIG = DSA_SIZES | {
     "vocab_size": 96,
     "num_hidden_layers": 3,
     "max_position_embeddings": 4096,
@@ -52,19 +52,6 @@ DSA_CONFIG = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "first_k_dense_replace": 2,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "index_topk": 5,
-    "index_head_dim": 16,
-    "index_n_heads": 3,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "deepseek_v32": {"model_type": "deepseek_v32"},
@@ -79,8 +66,8 @@ SAMPLED = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True
 
 
 def simulated_routes(monkeypatch: pytest.MonkeyPatch, speeds: Speeds) -> Hub:
-    """Returns a hub with these speeds, and makes prefill workers find exactly them: on a busy machine, measured ones
-    vary."""
+    """Returns a hub with these speeds. Prefill workers report exactly these speeds: measured speeds vary on a busy
+    machine."""
     routes = tuple(Route(source.value, target.value, speed / 1e9, 1e-6) for (source, target), speed in speeds.items())
     monkeypatch.setattr(prefill_agent, "measure_routes", lambda *_: routes)
     hub = Hub(threaded=True)
@@ -276,7 +263,7 @@ def _run_steps(engine: Engine, stop: threading.Event, on_error: Callable[[BaseEx
 
 
 class Pair:
-    """A decode worker, whose steps `answers` runs, and one or more prefill workers, each of which runs in a thread."""
+    """A decode worker and one or more prefill workers. `answers` runs the decode worker; threads run the others."""
 
     def __init__(self, prefill: Engine, decode: Engine, *further_prefills: Engine) -> None:
         self.prefill, self.decode = prefill, decode

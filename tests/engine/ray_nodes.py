@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import SPARSE_FIELDS, tiny_directory
+from harness import SPARSE_FIELDS, executor_of, tiny_directory
 from ray.cluster_utils import Cluster
 
 from hotset import LLM, SamplingParams
-from hotset.engine.workers.processes import MultiprocessExecutor
 
 SPARSE_MODEL = SPARSE_FIELDS | {
     "num_hidden_layers": 4,
@@ -69,16 +68,6 @@ def simulated_nodes(cpus: Sequence[int], environments: Sequence[dict[str, str]] 
             yield cluster
         finally:
             cluster.shutdown()
-
-
-def executor_of(llm: LLM) -> MultiprocessExecutor:
-    executor = llm._engine.executor
-    assert isinstance(executor, MultiprocessExecutor)
-    return executor
-
-
-def pids_of(llm: LLM) -> list[int]:
-    return [worker.process.pid for worker in executor_of(llm).workers if worker.process.pid is not None]
 
 
 def stores_by_node(llm: LLM) -> dict[str, set[str]]:

@@ -116,14 +116,11 @@ def answers(
     """Returns the greedy answers to the prompts, which run in one batch if `together`, else one after another. Unless
     `settings` say otherwise, nothing is drafted: a step that verifies drafts rounds some sums differently."""
     common: dict[str, Any] = {"model": DEMO, "max_num_seqs": len(prompts), "max_num_batched_tokens": 8192, "seed": 0}
-    llm = LLM(**common | {"speculate": 0} | settings)
-    try:
+    with LLM(**common | {"speculate": 0} | settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
         batches = [prompts] if together else [[prompt] for prompt in prompts]
         outputs = [output for batch in batches for output in llm.generate(batch, params)]
         return [output.outputs[0].token_ids for output in outputs]
-    finally:
-        llm.close()
 
 
 @pytest.mark.gpu
@@ -149,9 +146,7 @@ def test_graphs_eager_steps_and_the_cpu_give_the_same_answers() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiers", ["off", "auto"])
-def test_short_prompts_computed_by_graphs_get_the_answers_of_the_cpu(
-    tiers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_prompts_in_graphs_get_the_answers_of_the_cpu(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of each prompt is computed first, so that the graph of the other half reads rows of earlier steps."""
     submit, replayed = Runner.submit, 0
 

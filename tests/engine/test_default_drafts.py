@@ -1,6 +1,7 @@
-"""How many tokens are drafted if `--speculate` is not given."""
+"""Tests how many tokens are drafted if `--speculate` is not given."""
 
 import json
+from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from hotset.engine import build, loading
 from hotset.engine.drafts.costs import StepCosts
 from hotset.engine.drafts.settings import DEFAULT_DRAFTS, with_default_drafts
 from hotset.engine.llm import LLM
+from hotset.models.checkpoint.safetensors_source import SafetensorsSource
 from hotset.models.decoder import Decoder
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
@@ -33,7 +35,10 @@ def drafts(on_gpu: bool = True, **settings: Any) -> int | None:
     [
         ({}, DEFAULT_DRAFTS),
         ({"tiers": "off"}, DEFAULT_DRAFTS),
-        ({"role": "prefill", "control": "127.0.0.1:0"}, DEFAULT_DRAFTS),  # its rows must be those of a decode worker
+        (
+            {"role": "prefill", "control": "127.0.0.1:0"},
+            DEFAULT_DRAFTS,
+        ),  # decode workers need the rows of the MTP layer
         ({"speculate": 0}, 0),
         ({"speculate": 1}, 1),
         ({"hot_slots": 3 * TOPK}, 2),
@@ -44,9 +49,7 @@ def drafts(on_gpu: bool = True, **settings: Any) -> int | None:
     ],
     ids=str,
 )
-def test_a_gpu_drafts_by_default_where_graphs_hot_buffers_and_model_allow_it(
-    settings: dict[str, Any], expected: int
-) -> None:
+def test_a_gpu_drafts_by_default_if_settings_and_model_allow_it(settings: dict[str, Any], expected: int) -> None:
     assert drafts(**settings) == expected
 
 
@@ -87,6 +90,14 @@ def test_default_drafts_that_do_not_pay_are_dropped_with_their_layer_and_nothing
         warmed.append(config.max_drafts)
         return costs if config.max_drafts else None
 
+    read_tensor = SafetensorsSource.read
+    reads: Counter[tuple[str, range | None]] = Counter()
+
+    def counted_read(self: SafetensorsSource, name: str, shape: tuple[int, ...], rows: range | None = None) -> Any:
+        reads[name, rows] += 1
+        return read_tensor(self, name, shape, rows)
+
+    monkeypatch.setattr(SafetensorsSource, "read", counted_read)
     monkeypatch.setattr(loading, "Decoder", CountedDecoder)
     monkeypatch.setattr(build, "_warm_up", measured)
     monkeypatch.setattr(build, "with_default_drafts", lambda config, on_gpu: with_default_drafts(config, on_gpu=True))
@@ -99,6 +110,9 @@ def test_default_drafts_that_do_not_pay_are_dropped_with_their_layer_and_nothing
     kept = costs is ALWAYS_PAY or "speculate" in settings
     with closing(build.build_engine(config)) as engine:
         assert len(loaded) == config.workers and {decoder.spec.mtp is not None for decoder in loaded} == {kept}
+        # Ranks share what they do not divide. The embedding is read whole by none of several ranks.
+        assert reads["model.embed_tokens.weight", None] == (config.workers == 1)
+        assert set(reads.values()) <= {1, config.workers}, "a tensor was read again"
         drafts = settings.get("speculate", DEFAULT_DRAFTS)
         assert warmed == ([drafts] if kept else [drafts, 0])
         (scheduler,) = engine.schedulers
@@ -119,9 +133,6 @@ def test_on_a_gpu_the_demo_model_drafts_by_default_and_gives_the_same_text() -> 
     some hundredths, and that is enough to change a token that is drawn at random."""
     texts, greedy = [], SamplingParams(temperature=0)
     for settings in ({}, {"speculate": 0}):
-        llm = LLM(model=str(DEMO), device="cuda", max_num_seqs=4, device_kv_tokens=4096, seed=0, **settings)
-        try:
+        with LLM(str(DEMO), device="cuda", max_num_seqs=4, device_kv_tokens=4096, seed=0, **settings) as llm:
             texts.append([output.outputs[0].text for output in llm.generate(["The capital of France is"] * 2, greedy)])
-        finally:
-            llm.close()
     assert texts[0] == texts[1] and torch.cuda.is_available()

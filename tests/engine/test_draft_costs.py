@@ -1,5 +1,5 @@
-"""The number of drafts that pays, for made-up costs of steps and shares of right drafts; and engines, which measure the
-costs at their start and draft only what pays."""
+"""Tests the choice of the number of drafts with made-up step costs and acceptance rates, and engines that measure these
+costs at their start."""
 
 import random
 from itertools import accumulate
@@ -83,7 +83,7 @@ def test_the_choice_is_never_slower_than_no_drafts(costs: StepCosts, requests: i
 
 @given(costs=step_costs())
 def test_drafting_pays_only_if_no_number_of_requests_loses(costs: StepCosts) -> None:
-    """Where it pays, the rate with the chosen drafts is at least 0.98 of the rate without what is computed for them."""
+    """If drafting pays, the rate of tokens with the chosen drafts is at least 0.98 of the rate without drafts."""
     shares = likely_shares(3)
     gains = []
     for requests, plain in zip(costs.requests, costs.plain, strict=True):
@@ -95,7 +95,7 @@ def test_drafting_pays_only_if_no_number_of_requests_loses(costs: StepCosts) -> 
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.4, 0.6, 0.9])
 @pytest.mark.parametrize("requests", [1, 16, 64])
 def test_a_long_run_is_at_least_as_fast_as_98_percent_of_one_without_drafts(right: float, requests: int) -> None:
-    """Learning which drafts are right, and trying again, is included. Each draft is right with the same probability."""
+    """Each draft is right with the same probability. The time to learn this, and to try again, is included."""
     rng, choice, tokens, seconds = random.Random(7), DraftChoice(3), 0, 0.0
     choice.costs = MEMORY_BOUND
     for _ in range(4000):

@@ -1,4 +1,4 @@
-"""Prefill and decode engines of several ranks each, in processes of their own: tokens of one engine, no byte changed.
+"""Prefill and decode engines with several ranks each give the tokens of one engine, and change no byte of a context.
 
 The tests marked `gpu` need the multi-process service, because all ranks of both engines share one GPU: `scripts/gpu
 handoffs` starts it, runs them and ends it. They compute in float32. With 16 bits, another split rounds sums so

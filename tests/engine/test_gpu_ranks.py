@@ -49,7 +49,6 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 512,
     "max_model_len": 1536,
     "speculate": 0,
-    "progress": False,
 }
 # This pool is so small that requests with long prompts are demoted and promoted, and those with long answers parked.
 POOL: dict[str, Any] = {"device_kv_tokens": 2560}
@@ -94,9 +93,7 @@ def on_gpu(test: Any) -> Any:
 
 @dataclass(frozen=True)
 class Answered:
-    """What an engine has answered."""
-
-    answers: list[tuple[int, list[int]]]  # the numbers of questions, and the tokens of their answers
+    answers: list[tuple[int, list[int]]]  # number of the question, tokens of its answer
     stats: EngineStats
 
 
@@ -125,7 +122,7 @@ def answer_questions(**settings: Any) -> Answered:
     replicas = settings.get("data_parallel_size", 1)
     long, short = range(len(LONG_ANSWERS)), range(len(LONG_ANSWERS), len(prompts))
     answers: list[tuple[int, list[int]]] = []
-    with LLM(DEMO, **(SMALL | settings)) as llm:
+    with LLM(DEMO, progress=False, **(SMALL | settings)) as llm:
         check_graphs(llm, settings)
         for part, limits in ((long, LONG_ANSWERS), (short, [SHORT_ANSWER] * len(short)), (long, counts[: len(long)])):
             params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in limits]
@@ -154,7 +151,7 @@ def check_graphs(llm: LLM, settings: dict[str, Any]) -> None:
 
 @lru_cache
 def retrieved_by_one_process(device: str) -> list[list[int]]:
-    """Returns the tokens with which one process answers each question, as many as the correct answer has."""
+    """Returns the answer of one process to each question, cut to the length of the correct answer."""
     _, _, counts = questions()
     found = answer_questions(device=device, tiers="off", device_kv_tokens=16384).answers[: len(counts)]
     return [tokens[:count] for (_, tokens), count in zip(found, counts, strict=True)]
@@ -281,8 +278,8 @@ def forced_logprobs(model: str, lengths: Sequence[int], tokens: int, **settings:
 
 
 def mean_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the mean difference of log-probabilities, as a share of their standard deviation. Those of several
-    replicas follow each other in `found`."""
+    """Returns the mean difference of log-probabilities, as a share of their standard deviation. `found` has
+    those of several replicas one after another."""
     assert len(found) % len(expected) == 0
     repeated = [*expected] * (len(found) // len(expected))
     return statistics.mean(abs(one - other) for one, other in zip(found, repeated, strict=True)) / statistics.stdev(
@@ -291,7 +288,7 @@ def mean_difference(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def check_logprobs(found: Sequence[float], expected: Sequence[float], what: str) -> None:
-    """Asserts that log-probabilities are those expected within rounding. Prints how far apart they are."""
+    """Asserts that log-probabilities equal the expected ones within rounding. Prints the mean difference."""
     mean = mean_difference(found, expected)
     print(f"{what}: the mean difference is {mean:.4f} of the standard deviation")
     assert mean <= MAX_DIFFERENCE, f"{what}: {mean:.4f} of the standard deviation"
@@ -308,14 +305,12 @@ def model_directory(folder: Path, config: dict[str, Any]) -> str:
 @lru_cache
 def random_logprobs_of_one_process(model: str, folder: str, device: str) -> list[float]:
     settings: dict[str, Any] = SMALL | {"device": device, "tiers": "off", "device_kv_tokens": 16384}
-    del settings["progress"]
     return forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **settings)
 
 
 def check_random_model(model: str, split: dict[str, int], tiers: str, folder: str, device: dict[str, Any]) -> None:
     expected = random_logprobs_of_one_process(model, folder, device["device"])
-    settings = {name: value for name, value in SMALL.items() if name != "progress"}
-    found = forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **settings, **device, **split, **memory_of(tiers))
+    found = forced_logprobs(folder, RANDOM_LENGTHS, RANDOM_TOKENS, **SMALL, **device, **split, **memory_of(tiers))
     check_logprobs(found, expected, f"{model}, {split}, tiers {tiers}")
 
 
@@ -328,7 +323,7 @@ def random_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @on_gpu
 @pytest.mark.parametrize(("model", "tiers"), [*product(["dsa"], TIERS), ("gqa", "off"), ("gqa", "auto")])
 @pytest.mark.parametrize("split", SPLITS)
-def test_ranks_on_one_gpu_give_the_logits_of_one_process(
+def test_ranks_on_one_gpu_give_equal_logits(
     model: str, split: str, tiers: str, random_models: dict[str, str], checksums: Path
 ) -> None:
     device = {key: value for key, value in on_one_gpu(SPLITS[split]).items() if key not in SPLITS[split]}
@@ -339,9 +334,7 @@ def test_ranks_on_one_gpu_give_the_logits_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "split"), [("dsa", "TP 2"), ("gqa", "DP 2")])
-def test_these_checks_pass_with_processes_on_a_cpu(
-    model: str, split: str, random_models: dict[str, str], checksums: Path
-) -> None:
+def test_these_checks_pass_on_a_cpu(model: str, split: str, random_models: dict[str, str], checksums: Path) -> None:
     device = {"device": "cpu", "dtype": "float32"}
     check_random_model(model, SPLITS[split], "auto", random_models[model], device)
     if "data_parallel_size" not in SPLITS[split]:
@@ -391,7 +384,7 @@ def full_size_logprobs(folder: str, **settings: Any) -> list[float]:
     return found
 
 
-def rounded_otherwise(compute: Callable[..., Any]) -> Callable[..., Any]:
+def rounded_differently(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Changes the output of attention or of an MLP by about one unit in the last place of bfloat16."""
 
     def changed(*arguments: Any) -> Any:
@@ -405,13 +398,13 @@ def rounded_otherwise(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache
 def mean_difference_by_rounding(folder: str) -> float:
-    """Returns how far the log-probabilities of one process are from those of one that rounds otherwise."""
+    """Returns how far the log-probabilities of one process differ from those of one that rounds differently."""
     load = ModelLoader.load
 
     def load_and_change(loader: ModelLoader, *arguments: Any) -> Decoder:
         decoder = load(loader, *arguments)
         decoder._layers = [
-            replace(layer, attention=rounded_otherwise(layer.attention), mlp=rounded_otherwise(layer.mlp))  # type: ignore[arg-type]
+            replace(layer, attention=rounded_differently(layer.attention), mlp=rounded_differently(layer.mlp))  # type: ignore[arg-type]
             for layer in decoder._layers
         ]
         return decoder
@@ -425,9 +418,7 @@ def mean_difference_by_rounding(folder: str) -> float:
 
 @on_gpu
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
-def test_two_ranks_with_the_fp8_shapes_of_a_full_size_model_give_the_logits_of_one_process(
-    split: str, full_size_models: dict[int, str]
-) -> None:
+def test_two_ranks_with_full_size_fp8_shapes_give_equal_logits(split: str, full_size_models: dict[int, str]) -> None:
     """With few layers, the log-probabilities must agree within MAX_DIFFERENCE. With many layers, rounding changes fp8
     codes and choices of experts. The difference is then compared with that of one process whose results are rounded.
     """

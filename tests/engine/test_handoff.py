@@ -14,7 +14,7 @@ from hotset.schedule.plan import TokenOutputs
 # Prompt lengths at and near the boundaries of pages (16 and 64 rows) and of prefill chunks (96 tokens).
 EDGES = (1, 15, 16, 17, 64, 65, 96, 97, 129)
 SIZES = {"max_model_len": 144, "max_num_batched_tokens": 96, "device_kv_tokens": 800, "host_kv_tokens": 4096}
-# The last parameter has the rows per page of the prefill worker and of the decode worker.
+# `page_rows`: of the prefill worker and of the decode worker.
 CASES: list[tuple[str, str, LandingChoice, tuple[int, int]]] = [
     ("loopback", "gqa", "host", (64, 64)),
     ("loopback", "deepseek_v32", "device", (16, 64)),
@@ -46,9 +46,7 @@ CROWDED = {"device_kv_tokens": 60, "host_kv_tokens": 400, "hot_slots": 8}  # so 
 
 
 @pytest.mark.parametrize(("model", "landing", "tiers"), [("dsa", "host", "always"), ("glm_moe_dsa", "device", "auto")])
-def test_landed_requests_are_parked_and_resumed_like_local_ones(
-    model: str, landing: LandingChoice, tiers: TiersMode
-) -> None:
+def test_landed_requests_are_parked_and_resumed(model: str, landing: LandingChoice, tiers: TiersMode) -> None:
     prompts, params = Prompts((3, 4, 13, 16, 21, 30)), replace(SAMPLED, max_tokens=18)
     expected = answers_alone(model, prompts, params, **SMALL, **ROOMY)
     with pair(model, "loopback", (4, 4), {**CROWDED, "tiers": tiers}, **SMALL, **ROOMY) as workers:
@@ -68,11 +66,9 @@ def test_a_resident_request_lands_on_an_engine_whose_other_requests_are_tiered()
             assert workers.answers(token_ids, params, landing, tiers, salt=landing) == expected, (landing, tiers)
 
 
-def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_for_no_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_neither_messages_nor_first_tokens_wait_for_the_step_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step loop sleeps while its engine waits for peers."""
-    prompts, mistakes, num_tokens = Prompts((40, 97)), list[str](), list[int]()
+    prompts, mistakes, tokens_so_far = Prompts((40, 97)), list[str](), list[int]()
     with pair("dsa", **SIZES) as workers:
         for role, engine in (("prefill", workers.prefill), ("decode", workers.decode)):
 
@@ -81,15 +77,15 @@ def test_no_message_waits_for_an_engine_that_sleeps_and_the_first_token_waits_fo
                 outputs: TokenOutputs = step()
                 if engine.waiting_for_peers and any(scheduler.has_messages for scheduler in engine.schedulers):
                     mistakes.append(f"the {role} engine sleeps before it has sent its messages")
-                if outputs.token_ids and not num_tokens and engine.steps != before:
+                if outputs.token_ids and not tokens_so_far and engine.steps != before:
                     mistakes.append("the first token has waited for a step")
                 if outputs.token_ids and not outputs.finished and engine.waiting_for_peers:
                     mistakes.append("the engine sleeps before it has planned the next step")
-                num_tokens.extend(outputs.token_ids)
+                tokens_so_far.extend(outputs.token_ids)
                 return outputs
 
             monkeypatch.setattr(engine, "step", watched_step)
         for prompt in prompts.token_ids(decoder_of("dsa")):
-            num_tokens.clear()
+            tokens_so_far.clear()
             workers.answers([prompt], SAMPLED, "host")
-            assert num_tokens and not mistakes, mistakes
+            assert tokens_so_far and not mistakes, mistakes

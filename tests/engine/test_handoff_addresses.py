@@ -10,29 +10,32 @@ from typing import Any, Literal
 
 import pytest
 from engine.test_invariance import MODELS
-from engine.two_machines import SECRET, hand_over
 from harness import make_engine, tiny_directory
 from loopback import Hub, Loopback
 
+from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import DEFAULT_STAGING_MIB
-from hotset.base.errors import RequestError
+from hotset.base.errors import HandoffLost, RequestError
 from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.units import MIB
+from hotset.engine.client import EngineClient
 from hotset.engine.core import Engine
 from hotset.engine.input_processor import InputProcessor, ModelCard
+from hotset.engine.process import EngineProcess
 from hotset.fleet.connections import FleetConnections
 from hotset.fleet.handoff.routes import PROBE_BYTES
 from hotset.fleet.handoff.stores import regions
 from hotset.fleet.transfer.api import Region, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 
+SECRET = "a secret that both workers share"
+SETTINGS: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 256, "page_rows": 4}
+SCENARIO_S = 200.0
 FOUR_TOKENS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 
 
 class RecordingLoopback(Loopback):
-    """Records the registered regions."""
-
     def __init__(self) -> None:
         super().__init__(Hub())
         self.registered: list[Region] = []
@@ -56,12 +59,7 @@ def make(open_transfer: Callable[[TransferSettings], Transfer] = TransferSetting
         ({"control": "127.0.0.2:0"}, "127.0.0.2"),
         ({"control": "localhost:0"}, "127.0.0.1"),
         (
-            {
-                "control": "0.0.0.0:0",
-                "advertise": "127.0.0.3:0",
-                "handoff_secret": SECRET,
-                "transfer_interface": "lo",
-            },
+            {"control": "0.0.0.0:0", "advertise": "127.0.0.3:0", "handoff_secret": SECRET, "transfer_interface": "lo"},
             "127.0.0.3",
         ),
     ],
@@ -93,9 +91,7 @@ def test_the_transfer_engine_is_opened_at_the_advertised_host_and_registers_the_
 
 
 @pytest.mark.parametrize("aborted", [False, True])
-def test_a_lost_handoff_is_logged_with_its_reason_unless_the_request_was_aborted(
-    aborted: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_reason_of_a_lost_handoff_is_logged_unless_aborted(aborted: bool, caplog: pytest.LogCaptureFixture) -> None:
     """The peer refuses the request, because the peer is a decode worker too."""
 
     def open_transfer(_settings: TransferSettings) -> Loopback:
@@ -151,6 +147,37 @@ def test_an_address_that_no_peer_can_have_is_refused(address: str) -> None:
 def test_a_landing_without_a_prefill_worker_is_refused(landing: Literal["host", "device"]) -> None:
     with pytest.raises(RequestError, match="computed here; leave it out"):
         InputProcessor(CARD, 0).accept("r", [1], FOUR_TOKENS, RequestOptions(landing=landing))
+
+
+async def hand_over(model: str, prefill_host: str, decode_host: str, interface: str) -> None:
+    """Hands a prompt over from a worker at `prefill_host` to one that listens on all addresses and advertises
+    `decode_host`. Checks that the tokens are those of one engine, and that a prompt that is too long is refused."""
+    common = SETTINGS | {"model": model, "handoff_secret": SECRET, "prefix_cache": False}
+    common["transfer_interface"] = interface
+    configs = [
+        EngineConfig(role="prefill", control=f"{prefill_host}:0", max_model_len=64, **common),
+        EngineConfig(role="decode", control="0.0.0.0:0", advertise=f"{decode_host}:0", **common),
+    ]
+    processes = [EngineProcess(config) for config in configs]
+    prefill, decode = (EngineClient.start(*started) for started in zip(configs, processes, strict=True))
+    try:
+        async with asyncio.timeout(SCENARIO_S):
+            assert prefill.control is not None and prefill.control.startswith(f"{prefill_host}:")
+            prompt = list(range(3, 40))
+            local, handed_off = [
+                [
+                    token
+                    async for delta in decode.generate(name, prompt, FOUR_TOKENS, RequestOptions(prefill_at=prefill_at))
+                    for token in delta.token_ids
+                ]
+                for name, prefill_at in (("local", None), ("handed off", prefill.control))
+            ]
+            assert local == handed_off
+            with pytest.raises(HandoffLost, match="the prompt has 80 tokens, but this worker computes 1 to 63"):
+                await anext(decode.generate("long", [5] * 80, FOUR_TOKENS, RequestOptions(prefill_at=prefill.control)))
+            assert (await decode.stats()).landed == 1
+    finally:
+        await asyncio.gather(prefill.close(0.0), decode.close(0.0))
 
 
 def test_workers_hand_over_through_other_addresses_and_report_why_a_prompt_is_refused(tmp_path: Path) -> None:

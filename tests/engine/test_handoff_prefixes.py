@@ -51,7 +51,7 @@ def one_engine(model: str) -> Iterator[Engine]:
 
 
 def converse(workers: Pair, single: Engine, landing: LandingChoice, new_tokens: tuple[int, ...]) -> list[Turn]:
-    """Runs a conversation through both, and compares the answers. Turn n adds `new_tokens[n]` random tokens."""
+    """Compares a conversation on `workers` with the same on `single`. Turn n adds `new_tokens[n]` random tokens."""
     generator = random.Random(str(new_tokens))
     turns: list[Turn] = []
     context: list[int] = []
@@ -81,9 +81,7 @@ def row_bytes(workers: Pair, landing: LandingChoice) -> int:
         pytest.param("glm_moe_dsa", "host", "always", marks=pytest.mark.slow),
     ],
 )
-def test_only_the_rows_that_the_decode_worker_lacks_are_computed_and_sent(
-    model: str, landing: LandingChoice, tiers: str
-) -> None:
+def test_only_rows_that_the_decode_worker_lacks_are_sent(model: str, landing: LandingChoice, tiers: str) -> None:
     pages = PREFILL_PAGE_ROWS, PAGE_ROWS
     with (
         one_engine(model) as single,

@@ -130,7 +130,6 @@ def pages_held(stats: EngineStats) -> int:
 
 
 def num_open(stats: EngineStats) -> int:
-    """Returns the number of open handoffs."""
     assert stats.handoff is not None
     return stats.handoff.num_open
 
@@ -154,9 +153,7 @@ def run(folder: Path, scenario: Callable[[Workers], Awaitable[None]]) -> None:
     asyncio.run(run_scenario())
 
 
-def test_killing_a_prefill_worker_fails_only_its_request_and_loses_no_page_and_a_successor_can_take_over(
-    tmp_path: Path,
-) -> None:
+def test_a_killed_prefill_worker_fails_only_its_request_loses_no_page_and_is_replaceable(tmp_path: Path) -> None:
     """All prompts begin alike. The decode worker has 6 pages of them, or 96 rows, in its prefix cache: they are neither
     sent again nor lost."""
 

@@ -73,8 +73,9 @@ def test_index_keys_and_rows_follow_the_faster_route_and_the_tokens_are_those_of
     routes_used: set[tuple[MemoryKind, MemoryKind]],
     staging_mib: int,
 ) -> None:
-    """The first contexts land on the host, because nothing is measured yet. `landing="host"` of a request concerns its
-    rows, and its index keys still follow the faster route. Contexts of two devices are read from the device."""
+    """The first contexts land on the host, because nothing is measured yet. `landing="host"` applies to the rows of a
+    request only: its index keys follow the faster route. Over a fast route between devices, contexts are read from the
+    device."""
     monkeypatch.setattr(delivery_choice, "should_stage", lambda *_, **__: True)  # if there is staging memory
     speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): into_device, (DEVICE, HOST): 0.05e9}
     speeds[DEVICE, DEVICE] = between_devices

@@ -106,9 +106,7 @@ def pair(
 
 
 @pytest.mark.parametrize(("model", "sender", "receiver", "transfer_name"), CROSSINGS)
-def test_answers_do_not_change_if_the_two_engines_have_different_parallelism(
-    model: str, sender: str, receiver: str, transfer_name: str
-) -> None:
+def test_answers_do_not_depend_on_parallelism(model: str, sender: str, receiver: str, transfer_name: str) -> None:
     with pair(model, sender, receiver, transfer_name) as workers:
         assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process(model)
         assert workers.comparer.num_compared == len(LENGTHS)
@@ -164,7 +162,7 @@ def test_a_decode_engine_receives_from_prefill_engines_with_different_tensor_par
 def test_contexts_in_memory_of_gpus_are_packed_there_and_land_there(
     simulated_gpu: None, monkeypatch: pytest.MonkeyPatch, model: str, sender: str, receiver: str
 ) -> None:
-    """Each rank packs its rows in its own memory, and each rank of the decode worker unpacks what is for it. The first
+    """Each rank packs its rows in its own memory, and each rank of the decode worker unpacks its own rows. The first
     contexts land on the host, because no route is measured yet."""
     speeds = {(HOST, HOST): 1e9, (HOST, DEVICE): 0.05e9, (DEVICE, HOST): 0.05e9, (DEVICE, DEVICE): 20e9}
     hub = simulated_routes(monkeypatch, speeds)

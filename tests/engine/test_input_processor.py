@@ -1,4 +1,4 @@
-"""The checks of token ids: fast for a million ids, and with the verdict and the message of a check of each id."""
+"""Token ids are checked together, with the verdict and the message of a check of each id."""
 
 import enum
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Engine processes publish the pages of their prefix caches as KV events, where they were asked to."""
+"""Engine processes publish the pages of their prefix caches as KV events, at the addresses of their settings."""
 
 import contextlib
 import socket
@@ -111,21 +111,6 @@ def test_two_requests_with_a_common_prefix_are_published_as_a_chain_of_blocks(tm
     assert tokens_of == expected
 
 
-@pytest.mark.slow
-def test_each_data_parallel_rank_has_a_publisher_of_its_own(tmp_path: Path) -> None:
-    config = EngineConfig(tiny_directory(tmp_path), **SETTINGS, data_parallel_size=2)
-    process = EngineProcess(config)
-    try:
-        card = process.wait_ready()
-        contexts = [answered(process, card, f"{first}", [first] * 8, 1) for first in (4, 5)]
-        stored = [[event for event in replayed(card, rank) if event["type"] == "BlockStored"] for rank in (0, 1)]
-        process.pipe.send(StopEngine())
-    finally:
-        process.end()
-    assert len({address for endpoint in card.kv_events for address in endpoint.addresses}) == 4
-    assert sorted(event["token_ids"] for events in stored for event in events) == [context[:8] for context in contexts]
-
-
 def test_each_replica_has_a_publisher_that_names_its_rank() -> None:
     caches = [PrefixCache(4) for _ in range(2)]
     ledgers: Any = [SimpleNamespace(host=cache) for cache in caches]
@@ -164,9 +149,7 @@ def test_an_address_of_another_machine_is_refused_by_name(tmp_path: Path) -> Non
         check_model(config)
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_named_with_its_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
     monkeypatch.delitem(sys.modules, "hotset.fleet.kv_events.publisher", raising=False)
     with pytest.raises(MissingDependency, match=r"--kv-events needs zmq: pip install 'hotset\[serve\]'"):

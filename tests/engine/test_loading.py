@@ -31,9 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_usable_gpu_is_chosen_without_a_warning(
-    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_usable_gpu_is_chosen_silently(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     assert choose_device(None) == torch.device("cuda")
     assert choose_device("cuda:1") == torch.device("cuda:1")
     assert choose_device("cpu") == torch.device("cpu")
@@ -63,9 +61,7 @@ def test_without_a_usable_gpu_the_cpu_is_chosen_with_one_warning(
         choose_device("cuda")
 
 
-def test_a_requested_gpu_is_refused_if_torch_was_built_without_cuda(
-    machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_is_refused_if_torch_has_no_cuda(machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     machine.setattr(torch.version, "cuda", None)
     machine.setattr(torch.cuda, "is_available", no_gpu)
     assert choose_device(None) == torch.device("cpu")

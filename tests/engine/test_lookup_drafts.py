@@ -9,7 +9,7 @@ from hotset.engine.drafts.drafters import MAX_COMPARED, MAX_MATCHES, NGRAM, Look
 
 
 def naive_drafts(tokens: list[int], count: int) -> list[int]:
-    """Returns what follows the longest match among the newest ones. A text that ends is continued by its drafts."""
+    """Returns the tokens after the longest of the newest matches. Drafts continue a text that ends."""
     ends = [end for end in range(len(tokens) - 1, NGRAM - 1, -1) if tokens[end - NGRAM : end] == tokens[-NGRAM:]]
 
     def matched(end: int) -> int:
@@ -28,7 +28,7 @@ def naive_drafts(tokens: list[int], count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 4, 30])
-def test_drafts_follow_the_longest_match_among_the_newest_ones(vocab: int) -> None:
+def test_drafts_follow_the_longest_of_the_newest_matches(vocab: int) -> None:
     random = Random(vocab)
     drafter, found = LookupDrafter(), 0
     for name in ("a", "b", "c"):

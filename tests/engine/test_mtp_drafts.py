@@ -90,7 +90,7 @@ def record_drafts(engine: Engine) -> RecordedDrafts:
 
 
 def record_unverified(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns a list to which each later step adds the most drafts of a request that earlier plans in flight verify."""
+    """Returns a list. Each later step appends the most drafts that one request has in earlier plans in flight."""
     submit, unverified = Runner.submit, []
 
     def recorded(runner: Runner, plan: Plan, graph: StepGraph | None = None) -> SubmittedStep:
@@ -124,7 +124,7 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int, monkeypatch:
     accepted = rejected = 0
     for number in range(workloads):
         load, max_drafts = workload(rng, modes[number % 3], sparse=True), (3, 1, 2, 5)[number % 4]
-        # A page of the prefix cache has the last row of the layer for another continuation than some requests.
+        # The last MTP row of a cached page depends on the next token, which may differ in a request that uses the page.
         settings = with_room_for_drafts(load.settings, max_drafts) | {"prefix_cache": number % 2 == 0}
         settings |= {"speculate": max_drafts, "max_model_len": 56}
         engine = make_engine(MODELS[name], SPECS[name], **settings)

@@ -105,22 +105,18 @@ def draft_always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_an_engine_on_a_gpu_knows_which_drafts_pay() -> None:
-    llm = LLM(DEMO, device="cuda", max_num_seqs=4, max_model_len=1024, device_kv_tokens=8192, tiers="off", speculate=2)
-    try:
+    sizes: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "device_kv_tokens": 8192, "tiers": "off"}
+    with LLM(DEMO, device="cuda", speculate=2, **sizes) as llm:
         assert isinstance(llm._engine, Engine)
         speculation = llm._engine.schedulers[0]._speculation
         assert speculation is not None and speculation.choice.costs is not None
         costs = speculation.choice.costs
         assert list(costs.requests) == [1, 2, 4] and all(len(times) == 3 for times in costs.drafting)
-    finally:
-        llm.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tiers", ["off", "always"])
-def test_graphs_verify_and_draft_what_the_same_kernels_do_without_graphs(
-    tiers: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_verify_and_draft_what_eager_steps_do(tiers: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are those of the CPU. After each step, tokens are drafted with and without a graph. Padding can change
     how sums are rounded, so few drafts may differ."""
     by_graphs, drafts, same = MtpGraphs.draft, 0, 0

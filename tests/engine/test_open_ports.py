@@ -3,8 +3,6 @@
 import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,6 @@ from hotset.models.split import Split
 
 SETTINGS: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "device_kv_tokens": 256, "page_rows": 4}
 SECRET = "a secret that both workers share"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def listeners_of_engine(config: EngineConfig) -> tuple[list[Listening], str | None]:
@@ -56,9 +53,7 @@ def test_defect_21_the_ranks_of_an_engine_listen_on_loopback_only(tmp_path: Path
     assert {listener.pid for listener in found} == set(pids), "each rank has a port for the other"
 
 
-def test_defect_21_a_rank_uses_loopback_even_if_the_environment_names_another_interface(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_21_a_rank_uses_loopback_in_any_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters often set these variables for other programs."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "another0")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "another0")
@@ -82,10 +77,7 @@ def test_defect_21_a_rank_uses_loopback_even_if_the_environment_names_another_in
     ],
 )
 def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_interface_only(
-    tmp_path: Path,
-    role: Literal["prefill", "decode"],
-    transfer: Literal["nixl", "mooncake"],
-    settings: dict[str, Any],
+    tmp_path: Path, role: Literal["prefill", "decode"], transfer: Literal["nixl", "mooncake"], settings: dict[str, Any]
 ) -> None:
     pytest.importorskip(transfer)
     settings = {"role": role, "transfer": transfer, "handoff_secret": SECRET} | settings
@@ -100,10 +92,8 @@ def test_defect_21_a_worker_listens_on_its_control_address_and_on_the_loopback_i
         assert listener.host == "127.0.0.1" or listener.interface == "lo", listener
 
 
-def test_defect_21_an_engine_with_a_listener_that_nobody_asked_for_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The listener is one of the test's own process."""
+def test_defect_21_an_engine_with_an_unexpected_listener_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unexpected listener is a socket of the test process."""
     closed: list[bool] = []
     card = SimpleNamespace(control_listens_on=None, kv_events=())
     executor = SimpleNamespace(addresses=())
@@ -116,17 +106,3 @@ def test_defect_21_an_engine_with_a_listener_that_nobody_asked_for_does_not_star
     assert isinstance(report, EngineFailed) and report.trace is None
     assert "the engine (process" in str(report.error) and "was asked to listen on no port" in str(report.error)
     assert closed == [True], "the engine must release its memory"
-
-
-@pytest.mark.slow
-def test_another_machine_reaches_only_the_ports_on_the_interface_that_was_named() -> None:
-    """The machines are network namespaces. UCX, Mooncake and the handoff are real."""
-    pytest.importorskip("nixl")
-    pytest.importorskip("mooncake")
-    if subprocess.run(["unshare", "-rnm", "ip", "link"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("this machine does not allow network namespaces, or has no command ip")
-    command = ["unshare", "-rnm", sys.executable, "-m", "engine.two_machines"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    environment.pop("UCX_NET_DEVICES", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr

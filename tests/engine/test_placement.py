@@ -56,9 +56,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     ],
 )
 @pytest.mark.usefixtures("machine")
-def test_workers_get_the_gpus_in_order_and_neighbours_share(
-    settings: dict[str, Any], devices: list[str], shared: int
-) -> None:
+def test_workers_get_gpus_in_order_or_share_them(settings: dict[str, Any], devices: list[str], shared: int) -> None:
     assert place_workers(EngineConfig(**settings)) == [WorkerDevice(name, shared) for name in devices]
 
 
@@ -109,9 +107,7 @@ def test_settings_that_no_machine_can_follow_are_refused(settings: dict[str, Any
 
 
 @pytest.mark.parametrize("settings", [{"gpus": "0"}, {"tensor_parallel_size": 2, "ranks_per_gpu": 2}])
-def test_without_a_gpu_the_flags_for_gpus_are_refused(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_flags_for_gpus_are_refused(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(**settings)
     monkeypatch.setattr("hotset.engine.model_checks.has_gpu_driver", lambda: False)
     with pytest.raises(ConfigError, match="no GPU was found; leave them out"):

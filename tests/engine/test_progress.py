@@ -34,7 +34,7 @@ class Clock:
 
 
 class WatchedEngine:
-    """An engine whose signs of life the test gives, and the watch on it. `run` looks at them once per second."""
+    """An engine whose signs of life come from the test, and a watch that checks them once per second."""
 
     def __init__(self) -> None:
         self.clock = Clock()

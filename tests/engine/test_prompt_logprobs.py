@@ -70,15 +70,9 @@ def computed_alone(name: str) -> tuple[list[list[int]], list[PromptLogprobs]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "tiers", "counter", "plans_in_flight"),
-    [
-        ("gqa", "off", "recomputes", 3),
-        ("shared", "auto", "parks", 2),
-    ],
+    ("name", "tiers", "counter", "plans_in_flight"), [("gqa", "off", "recomputes", 3), ("shared", "auto", "parks", 2)]
 )
-def test_each_log_probability_is_reported_once_although_requests_are_preempted(
-    name: str, tiers: str, counter: str, plans_in_flight: int
-) -> None:
+def test_preempted_requests_report_logprobs_once(name: str, tiers: str, counter: str, plans_in_flight: int) -> None:
     spec, model = MODELS[name]
     prompts, expected = computed_alone(name)
     settings: dict[str, Any] = {"plans_in_flight": plans_in_flight, "max_num_batched_tokens": 5, "page_rows": 2}
@@ -91,9 +85,7 @@ def test_each_log_probability_is_reported_once_although_requests_are_preempted(
 
 
 @pytest.mark.parametrize(
-    "split",
-    [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"data_parallel_size": 2}],
-    ids=str,
+    "split", [{"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str
 )
 def test_several_workers_report_the_log_probabilities_of_one_process(split: dict[str, int]) -> None:
     small = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_rows": 4, "max_model_len": 64, "tiers": "always"}
@@ -154,9 +146,7 @@ def test_with_max_tokens_0_nothing_is_generated_and_all_pages_are_freed() -> Non
     ("changes", "computed_here"),
     [({}, False), ({"logprobs": 1}, False), ({"prompt_logprobs": 0}, True), ({"max_tokens": 0}, True)],
 )
-def test_a_decode_worker_computes_a_prompt_whose_logits_are_needed(
-    changes: dict[str, int], computed_here: bool
-) -> None:
+def test_a_decode_worker_computes_prompts_whose_logits_are_needed(changes: dict[str, int], computed_here: bool) -> None:
     """A handoff brings the KV and the first token, but no logits of the prompt."""
     card = ModelCard("tiny", "llama", 64, VOCAB, (), False, 64, "cpu", "float32", role="decode")
     options = RequestOptions(prefill_at="127.0.0.1:7001")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import ray
-from engine.ray_nodes import SETTINGS, answers, pids_of, simulated_nodes, sparse_model, stores_by_node
+from engine.ray_nodes import SETTINGS, answers, simulated_nodes, sparse_model, stores_by_node
+from harness import pids_of
 from processes import wait_until_ended
 
 from hotset import LLM

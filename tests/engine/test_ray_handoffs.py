@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 from engine.ray_nodes import SETTINGS, simulated_nodes, sparse_model
+from engine.test_handoff_processes import wait_until
 from harness import tiny_directory
 from processes import command_line, descendants_of, wait_until_ended
 from ray.cluster_utils import Cluster
@@ -100,7 +101,7 @@ def params_of(number: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("family", ["sparse", "dense"])
-def test_contexts_of_tp2_land_in_dp2_on_other_nodes_with_the_tokens_of_one_process(
+def test_contexts_of_tp2_land_in_dp2_on_other_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """The ranks of a dense prefill engine have one of two KV heads each, and those of a decode engine have both."""
@@ -139,14 +140,6 @@ def workers_on(cluster: Cluster) -> set[int]:
     return {pid for pid in pids if b"WorkerStub" in command_line(pid)}
 
 
-async def wait_until(client: EngineClient, condition: Callable[[EngineStats], bool], what: str) -> EngineStats:
-    deadline = time.monotonic() + 60.0
-    while not condition(stats := await client.stats()):
-        assert time.monotonic() < deadline, f"{what} did not happen: {stats}"
-        await asyncio.sleep(0.01)
-    return stats
-
-
 def holds_nothing(stats: EngineStats) -> bool:
     assert stats.handoff is not None
     held = stats.device_pages_held + stats.host_pages_held + stats.quarantined_pages
@@ -175,7 +168,7 @@ def test_a_worker_is_lost_while_a_context_lands(
             assert await answer(decode, prefill, 1, prompts[1]) == expected[1]
             landed = await prefill.stats()
             interrupted = asyncio.create_task(answer(decode, prefill, 0, prompts[0]))
-            await wait_until(prefill, lambda stats: stats.handoff.nbytes > landed.handoff.nbytes, "a landing")
+            await wait_until(prefill, lambda stats: stats.handoff.nbytes > landed.handoff.nbytes)
             os.kill(random.choice(sorted(of_role[lost_role])), how)
             lost_at = time.monotonic()
             lost, other = (prefill, decode) if lost_role == "prefill" else (decode, prefill)
@@ -185,7 +178,7 @@ def test_a_worker_is_lost_while_a_context_lands(
             noticed = time.monotonic() - lost_at
             with pytest.raises(HandoffLost if lost_role == "prefill" else EngineStopped):
                 await interrupted
-            assert (await wait_until(other, holds_nothing, "the release of all pages")).handed_off <= 1
+            assert (await wait_until(other, holds_nothing)).handed_off <= 1
             await asyncio.sleep(AUDIT_AFTER_IDLE_S + 0.3)
             other.check()  # it has audited itself, and found no flaw
             await lost.close(0.0)

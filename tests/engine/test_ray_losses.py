@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
-from engine.ray_nodes import SETTINGS, answers, executor_of, pids_of, simulated_nodes, sparse_model
+from engine.ray_nodes import SETTINGS, answers, simulated_nodes, sparse_model
+from harness import executor_of, pids_of
 from processes import descendants_of, parent_of, wait_until_ended
 
 from hotset import LLM, SamplingParams
@@ -35,7 +36,7 @@ each_signal = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], i
 
 @dataclass(frozen=True)
 class Expected:
-    """A model, and what one process answers with it."""
+    """A model, and the answers that one process gives with it."""
 
     model: str
     short: list[list[int]]
@@ -108,7 +109,7 @@ def check_served_again(expected: Expected, address: str, lost_at: float) -> None
 @each_phase
 @each_signal
 @pytest.mark.parametrize("worker", [0, 1])
-def test_a_lost_worker_is_named_and_all_workers_end(
+def test_a_lost_worker_is_named_and_all_end(
     expected: Expected, two_nodes: str, worker: int, how: signal.Signals, when: str
 ) -> None:
     with LLM(expected.model, **LONG, **TP2, ray_address=two_nodes) as llm:
@@ -189,9 +190,7 @@ def reason_of(controller: "subprocess.Popen[str]") -> str:
 
 @each_phase
 @each_signal
-def test_workers_end_without_their_controller(
-    expected: Expected, two_nodes: str, how: signal.Signals, when: str
-) -> None:
+def test_workers_end_with_their_controller(expected: Expected, two_nodes: str, how: signal.Signals, when: str) -> None:
     with controller_process(expected, two_nodes, when) as (controller, pids):
         controller.send_signal(how)
         lost_at = time.monotonic()

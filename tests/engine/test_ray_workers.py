@@ -1,4 +1,4 @@
-"""What `--executor ray` cannot work with is refused before anything starts. test_ray_cluster.py runs engines."""
+"""Settings and clusters that Ray cannot use are refused before anything starts. test_ray_cluster.py runs engines."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""The choice of the replica to which a new request goes, with data parallelism."""
+"""Tests which data parallel replica gets a new request."""
 
 from typing import cast
 

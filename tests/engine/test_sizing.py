@@ -52,7 +52,7 @@ def budget(shape: KvShape, tiers: TiersMode, context: int = 4000, **changes: Any
 @given(
     shapes(), st.integers(1, 64), st.integers(20, 3000), st.integers(0, 20), st.sampled_from(["smallest", "default"])
 )
-def test_defect_20_tiers_never_lower_concurrency(
+def test_defect_20_tiers_keep_concurrency(
     shape: KvShape, page_rows: int, tokens: int, more_slots: int, host: str
 ) -> None:
     if shape.groups:
@@ -71,9 +71,7 @@ def test_defect_20_tiers_never_lower_concurrency(
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
-def test_every_stage_of_a_pipeline_gets_as_many_key_pages_as_the_stage_with_the_most_groups_per_layer(
-    stages: int,
-) -> None:
+def test_all_stages_get_the_key_pages_of_the_stage_with_the_most_groups_per_layer(stages: int) -> None:
     """The 78 layers of GLM-5.2 are divided where a group begins. The first stage has the most groups per layer."""
     full = (0, 1, 2, *range(6, 78, 4))
     bounds = [*(full[number * len(full) // stages] for number in range(stages)), 78]
@@ -181,7 +179,7 @@ REFUSED: list[tuple[str, KvShape, dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(
     ("shape", "changes", "quoted"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
 )
-def test_sizes_that_do_not_fit_are_refused_in_one_line_with_the_numbers_and_the_flag(
+def test_sizes_that_do_not_fit_are_refused_with_flag(
     shape: KvShape, changes: dict[str, Any], quoted: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as refusal:
@@ -192,9 +190,7 @@ def test_sizes_that_do_not_fit_are_refused_in_one_line_with_the_numbers_and_the_
 
 
 @pytest.mark.parametrize("shape", [DSA, GQA], ids=["dsa", "gqa"])
-def test_defect_26_the_pools_fit_into_the_limit_of_a_control_group(
-    shape: KvShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_26_pools_fit_a_control_group(shape: KvShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit, used = 40 * MIB, 8 * MIB
     files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": limit, "sys/fs/cgroup/a/memory.current": used}
     write_files(tmp_path, files)
@@ -249,7 +245,7 @@ REQUESTS: list[tuple[str, dict[str, Any], int, int, str, list[str]]] = [
     [case[1:] for case in REQUESTS],
     ids=[case[0] for case in REQUESTS],
 )
-def test_a_request_that_can_never_fit_is_refused_with_the_numbers(
+def test_a_request_that_can_never_fit_is_refused(
     changes: dict[str, Any], prompt: int, answer: int, tiers: Any, quoted: list[str]
 ) -> None:
     with pytest.raises(RequestError) as refusal:

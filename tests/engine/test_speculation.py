@@ -1,7 +1,7 @@
 """Tokens with drafts are those without: sampled, with penalties, structures and logprobs, in every split.
 
 `ImposedDrafter` knows the right answers and drafts some wrong tokens, so that drafts are accepted and rejected at all
-places. What `lookup` drafts is tested in tests/schedule/test_lookup_drafts.py.
+places. test_lookup_drafts.py tests the drafts of `lookup`.
 """
 
 import random
@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 from engine.handoff_pair import Prompts, decoder_of, pair
 from engine.test_invariance import MODELS, REQUESTS, expected_answers, with_room_for_drafts, workload
-from engine.test_structures import ROOMY, answers_of_one_process, requests
 from engine.threaded import split_engine
 from harness import Answer, make_engine, run_all, whole_engine
 from imposed_drafts import ImposedDrafter
 from models.split_workers import SPECS
 from scripted_model import write_scripted_model
-from structures import tokenizer_directory
 
 from hotset import LLM
 from hotset.base.config import TiersMode
@@ -67,20 +65,6 @@ def test_tokens_are_those_without_drafts(name: str, workloads: int) -> None:
         accepted += sum(stats.drafts_accepted.values())
         rejected += sum(stats.drafts_verified.values()) - sum(stats.drafts_accepted.values())
     assert accepted > 20 and rejected > 20
-
-
-def test_answers_with_structures_are_those_without_drafts(tmp_path: Path) -> None:
-    """The drafts of one request fit its structure, or not; those of others have none, penalties, or logprobs.
-    test_late_masks.py has the same with more plans in flight."""
-    directory = tokenizer_directory(tmp_path)
-    expected = answers_of_one_process("gqa", directory)
-    spec, model = MODELS["gqa"]
-    settings = ROOMY | LOOKUP | {"speculate": 3, "plans_in_flight": 1}
-    engine = make_engine(model, spec, model=directory, **settings)
-    prompts, params = requests()
-    impose_drafts(engine, prompts, expected, spec.vocab)
-    assert run_all(engine, prompts, params) == expected
-    assert 0 < sum(engine.stats().drafts_accepted.values()) < sum(engine.stats().drafts_verified.values())
 
 
 def test_logprobs_are_those_without_drafts() -> None:

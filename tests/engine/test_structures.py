@@ -87,27 +87,6 @@ def answers_of_one_process(name: str, model_directory: str) -> list[Answer]:
     return answers
 
 
-# test_late_masks.py has the same with masks that are late.
-@pytest.mark.parametrize(
-    ("name", "tiers", "plans_in_flight"),
-    [("dsa", "auto", 3), pytest.param("shared", "always", 2, marks=pytest.mark.slow)],
-)
-def test_tokens_do_not_depend_on_plans_in_flight_tiers_and_preemption(
-    name: str, tiers: str, plans_in_flight: int, model_directory: str
-) -> None:
-    spec, model = MODELS[name]
-    settings: dict[str, Any] = {"device_kv_tokens": 60, "page_rows": 3, "max_num_seqs": 5, "max_model_len": 56}
-    if tiers != "off":
-        settings |= {"host_kv_tokens": 260, "hot_slots": 9}
-    engine = make_engine(model, spec, model=model_directory, tiers=tiers, plans_in_flight=plans_in_flight, **settings)
-    prompts, params = requests()
-    together = run_all(engine, prompts, params, arrive_at=[number // 2 for number in range(len(prompts))])
-    assert together == answers_of_one_process(name, model_directory)
-    stats = engine.stats()
-    pressure = {"off": stats.recomputes, "auto": stats.parks, "always": stats.bytes_swapped}
-    assert pressure[tiers] > 0, f"the pools were large enough, so this checks little: {stats}"
-
-
 def test_an_answer_that_cannot_be_continued_ends_with_an_error_and_the_others_continue(model_directory: str) -> None:
     """The front end refuses the first structure. The second becomes too complex only in the course of its answer."""
     spec, model = MODELS["gqa"]
@@ -132,7 +111,7 @@ def test_a_prefill_worker_that_cannot_compile_a_structure_fails_the_handoff(mode
 
 
 class LateToken:
-    """A step whose token is known only after somebody has asked for it."""
+    """A step that counts how often its token is asked for."""
 
     def __init__(self, token: int) -> None:
         self.token, self.asked = token, 0

@@ -1,5 +1,6 @@
 """Tests SymmetricCollectives with kernels that run on the CPU, and the choice of a `World`. Ranks are threads."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from unittest import mock
 
@@ -141,7 +142,7 @@ def test_the_abort_flag_stays_set_and_its_check_raises() -> None:
         ("cuda:0", 2, "nccl", "DistributedWorld"),
     ],
 )
-def test_workers_that_share_a_gpu_use_symmetric_memory_by_default(
+def test_workers_that_share_a_gpu_share_memory(
     device: str, ranks_on_gpu: int, collectives: CollectivesChoice, world: str
 ) -> None:
     rank = WorkerRank(0, 2, 0, 1, Split(0, 2), "rendezvous", device, ranks_on_gpu=ranks_on_gpu)
@@ -160,7 +161,7 @@ def test_workers_that_share_a_gpu_use_symmetric_memory_by_default(
         ([0] * 17, [], "symmetric memory supports 16 ranks, not 17"),
     ],
 )
-def test_symmetric_memory_needs_peer_access_in_both_directions(
+def test_symmetric_memory_needs_peer_access(
     indices: list[int], peers: list[tuple[int, int]], obstacle: str | None
 ) -> None:
     members = mock.Mock()
@@ -184,3 +185,34 @@ def test_a_single_token_of_all_ranks_is_gathered_with_its_types(monkeypatch: pyt
     tensors = torch.randn(1, 10), torch.tensor([[5, 1 << 40, 7]]), torch.randn(1, 3)
     for result, tensor in zip(ranks.all_gather_tokens(*tensors), tensors, strict=True):
         assert result.dtype == tensor.dtype and torch.equal(result, tensor)
+
+
+@pytest.mark.parametrize(
+    ("split", "stages", "expected"),
+    [
+        ({"tp_rank": 1, "tp_size": 2}, 1, {"all_gather_into_tensor": 4, "broadcast": 2, "barrier": 1}),
+        ({"dp_rank": 1, "dp_size": 2}, 1, {"all_gather_into_tensor": 2, "all_to_all_single": 2, "barrier": 1}),
+        ({}, 3, {"recv": 2, "send": 2}),
+    ],
+    ids=["tensor", "data", "pipeline"],
+)
+def test_every_kind_of_message_is_exchanged_when_workers_connect(
+    split: dict[str, int], stages: int, expected: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL takes memory at the first message of each kind: before the memory for KV is measured."""
+    fake = mock.Mock()
+    monkeypatch.setattr(distributed, "dist", fake)
+    monkeypatch.setattr(distributed, "_join_group", lambda *_: mock.Mock())
+    monkeypatch.setattr(distributed, "FIRST_MESSAGES_GLOO", (1 << 10, 1 << 12))
+    of_model = Split(**split)
+    number = of_model.rank if stages == 1 else 1
+    rank = WorkerRank(number, stages * of_model.size, number * (stages > 1), stages, of_model, "rendezvous", "cpu")
+    world = distributed.DistributedWorld(rank, CPU)
+    calls = [call[0] for call in fake.method_calls]
+    assert Counter(calls) == expected
+    assert world.collectives.tokens_per_rank == ()
+    if stages > 1:
+        assert calls == ["recv", "send"] * 2
+        assert [call.args[1] for call in fake.recv.call_args_list] == [0, 0]
+        assert [call.args[1] for call in fake.send.call_args_list] == [2, 2]
+        assert [call.args[0].nbytes for call in fake.send.call_args_list] == [1 << 10, 1 << 12]

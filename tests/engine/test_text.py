@@ -37,13 +37,6 @@ def text_until_stop(text: str, stops: Sequence[str], include: bool) -> tuple[str
     return text, None
 
 
-def assembled(texts: Sequence[str], stops: Sequence[str], *, include: bool = False, last: str = "") -> list[str]:
-    assembler = TextAssembler(
-        FakeTextStream(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include)
-    )
-    return [*(assembler.push(token) for token in range(len(texts))), assembler.finish()]
-
-
 words = st.text(alphabet="ab\n", min_size=0, max_size=6)
 stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size=4)
 
@@ -52,9 +45,10 @@ stop_lists = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), max_size
 @given(texts=st.lists(words, max_size=8), stops=stop_lists, include=st.booleans(), last=words)
 @example(texts=["aa", "ab"], stops=["aab"], include=False, last="")
 @example(texts=["ab", "abb"], stops=["ababb", "ba"], include=False, last="")
-def test_pieces_add_up_to_the_expected_text_and_none_is_released_too_early(
-    texts: list[str], stops: list[str], include: bool, last: str
-) -> None:
+@example(texts=["xa", "bc"], stops=["abc", "b"], include=True, last="")
+@example(texts=["a\n", "b", "c\n"], stops=["\n\n"], include=False, last="")
+@example(texts=["caf", ""], stops=[], include=False, last="\ufffd")  # an incomplete character
+def test_pieces_add_up_and_none_is_early(texts: list[str], stops: list[str], include: bool, last: str) -> None:
     assembler = TextAssembler(
         FakeTextStream(texts, last), SamplingParams(stop=stops, include_stop_str_in_output=include)
     )
@@ -76,34 +70,12 @@ def test_pieces_add_up_to_the_expected_text_and_none_is_released_too_early(
     assert assembler.finish() == ""
 
 
-def test_no_part_of_a_stop_string_that_spans_tokens_is_released() -> None:
-    assert assembled(["Hello wo", "rl", "d! more", "even more"], ["world"]) == ["Hello ", "", "", "", ""]
-
-
-def test_text_held_back_is_released_once_it_cannot_be_a_stop_string() -> None:
-    assert assembled(["a\n", "b", "c\n"], ["\n\n"]) == ["a", "\nb", "c", "\n"]
-
-
-def test_the_stop_string_that_completes_first_wins_for_all_token_boundaries() -> None:
-    for texts in (["xabc"], ["xa", "bc"], ["x", "a", "b", "c"]):
-        assert "".join(assembled(texts, ["abc", "b"])) == "xa"
-        assert "".join(assembled(texts, ["bc", "abc"])) == "x"
-
-
-def test_the_text_ends_with_the_stop_string_if_it_is_included() -> None:
-    assert "".join(assembled(["one. t", "wo"], ["."], include=True)) == "one."
-
-
 @pytest.mark.parametrize(("include", "text"), [(False, "hi"), (True, "hi<end>")])
 def test_the_text_of_a_stop_token_is_released_only_if_requested(include: bool, text: str) -> None:
     params = SamplingParams(stop=["iii"], include_stop_str_in_output=include)
     assembler = TextAssembler(FakeTextStream(["hi", "<end>"]), params)
     released = assembler.push(0) + assembler.push(1, is_stop_token=True) + assembler.finish()
     assert (released, assembler.stopped_by) == (text, None)
-
-
-def test_incomplete_characters_are_released_at_the_end() -> None:
-    assert assembled(["caf", ""], [], last="\ufffd") == ["caf", "", "\ufffd"]
 
 
 def test_without_a_tokenizer_the_text_stays_empty() -> None:
@@ -115,4 +87,5 @@ def test_without_a_tokenizer_the_text_stays_empty() -> None:
 def test_a_long_repetitive_stop_string_is_searched_in_linear_time() -> None:
     """A search that compares whole prefixes at every character would take very long here."""
     stop = "a" * 1000 + "b"
-    assert "".join(assembled(["a" * 500] * 100, [stop])) == "a" * 50000
+    assembler = TextAssembler(FakeTextStream(["a" * 500]), SamplingParams(stop=[stop]))
+    assert "".join(assembler.push(0) for _ in range(100)) + assembler.finish() == "a" * 50000

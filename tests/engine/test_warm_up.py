@@ -1,5 +1,7 @@
 """The steps before the first request: they run, leave no trace, and the first request is as quick as later ones."""
 
+import logging
+import re
 import subprocess
 import sys
 from contextlib import AbstractContextManager, closing
@@ -28,6 +30,7 @@ from hotset.engine.warm_up import run_largest_steps
 from hotset.engine.workers.executor import InProcessExecutor
 from hotset.memory.geometry import Geometry
 from hotset.models.decoder import Decoder
+from hotset.models.decoder_layer import DecoderLayer
 from hotset.models.sampler import Sampler
 
 
@@ -47,15 +50,24 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return forward(self, token_ids, view)
 
     monkeypatch.setattr(Decoder, "forward", recording)
+    once = Decoder.forward_once
+
+    def recording_once(self: Decoder, token_ids: Any, view: Any) -> Any:
+        tokens.append(len(token_ids))
+        return once(self, token_ids, view)
+
+    monkeypatch.setattr(Decoder, "forward_once", recording_once)
     return tokens
 
 
-def test_a_prompt_and_a_token_are_computed_before_the_first_request_and_leave_no_trace(
-    computed: list[int], monkeypatch: pytest.MonkeyPatch
+def test_a_start_computes_a_prompt_without_a_trace(
+    computed: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = [[7, 8, 9] * 10, [5] * 20]
     params = [SamplingParams(max_tokens=4, temperature=0.8, seed=seed) for seed in (1, 2)]
+    caplog.set_level(logging.INFO, logger="hotset")
     with engine_of(DEMO) as engine:
+        assert re.search(r"ready after \d+\.\d s: preparing \d+\.\d, Loading demo-dsa \d+\.\d, ", caplog.text)
         assert computed == [32, 1]
         stats = engine.stats()
         assert (stats.steps, stats.tokens_prefilled, stats.tokens_generated, stats.rows_mirrored) == (0, 0, 0, 0)
@@ -67,9 +79,7 @@ def test_a_prompt_and_a_token_are_computed_before_the_first_request_and_leave_no
         assert run_all(engine, prompts, params) == answers
 
 
-def test_a_step_that_does_not_fit_into_memory_ends_the_start_with_the_settings_to_lower(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_does_not_fit_ends_the_start_with_the_settings_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
     close = InProcessExecutor.close
 
@@ -88,9 +98,7 @@ def test_a_step_that_does_not_fit_into_memory_ends_the_start_with_the_settings_t
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"page_rows": 1}, {"page_rows": 2}, {"page_rows": 3}, {"max_model_len": 2}],
-    ids=str,
+    "settings", [{"page_rows": 1}, {"page_rows": 2}, {"page_rows": 3}, {"max_model_len": 2}], ids=str
 )
 def test_engines_whose_pages_or_contexts_are_tiny_start(tmp_path: Path, settings: dict[str, int]) -> None:
     with engine_of(tiny_directory(tmp_path), load_format="dummy", **settings) as engine:
@@ -98,9 +106,31 @@ def test_engines_whose_pages_or_contexts_are_tiny_start(tmp_path: Path, settings
         engine.audit()
 
 
+@pytest.fixture
+def computed_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Records how many layers each step of a decoder computes."""
+    layers: list[int] = []
+    run_layers = Decoder.run_layers
+
+    def recording(self: Decoder, x: Any, view: Any, **once: Any) -> Any:
+        layers.append(0)
+        return run_layers(self, x, view, **once)
+
+    def on_layer(self: DecoderLayer, *arguments: Any) -> Any:
+        layers[-1] += 1
+        return call(self, *arguments)
+
+    call = DecoderLayer.__call__
+    monkeypatch.setattr(Decoder, "run_layers", recording)
+    monkeypatch.setattr(DecoderLayer, "__call__", on_layer)
+    return layers
+
+
 @pytest.mark.parametrize(("kind", "tiers"), [("dsa", "auto"), ("gqa", "off")])
-def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int], kind: str, tiers: TiersMode) -> None:
-    """All seats sample in one of them, and chunks of many sizes are computed."""
+def test_the_largest_steps_run_on_a_few_pages(
+    tmp_path: Path, computed: list[int], computed_layers: list[int], kind: str, tiers: TiersMode
+) -> None:
+    """In one step, all seats sample. Other steps compute chunks of many sizes, by one layer of each kind."""
     model = DEMO if kind == "dsa" else tiny_directory(tmp_path, max_position_embeddings=1000)
     config = EngineConfig(
         model=model,
@@ -121,6 +151,8 @@ def test_the_largest_steps_run_on_a_few_pages(tmp_path: Path, computed: list[int
     reports: list[tuple[int, int]] = []
     run_largest_steps(executor, config, small, 1, lambda done, total: reports.append((done, total)))
     executor.close()
+    layers, kinds = (6, 2) if kind == "dsa" else (2, 1)
+    assert computed_layers == [layers] * 2 + [kinds] * (len(computed) - 2)
     sizes = {1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 34, 36, 38, 40}
     assert computed[:2] == [40, 40] and set(computed[2:]) == sizes
     steps = len(computed) + 7  # prompts of 1, 2, 4, 8, 16, 32 and 64 tokens are uploaded and not computed

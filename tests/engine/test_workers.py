@@ -29,6 +29,7 @@ from hotset.engine.input_processor import InputProcessor
 from hotset.engine.runner import Runner, SubmittedStep
 from hotset.engine.workers.distributed import Stage
 from hotset.engine.workers.worker import Worker
+from hotset.memory.view import View
 from hotset.models.decoder import Decoder
 from hotset.models.split import Split
 from hotset.schedule.plan import Plan, StepResult
@@ -122,9 +123,7 @@ def test_tokens_equal_those_of_one_process(model: str, split: str, tiers: str) -
         checksums.check(ranks, SPECS[model].layers)
 
 
-def test_requests_with_a_common_prefix_share_it_on_all_workers_and_get_the_tokens_of_one_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_common_prefix_is_shared_on_all_workers_without_changing_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The stages have different numbers of index groups per layer, so a key page holds different tokens on each. Rank 0
     also reads host pages that other ranks wrote in earlier plans."""
     use, shared = SharedKeys.use, []
@@ -155,9 +154,7 @@ class FakeCopyEvent:
         assert self.done.wait(30)
 
 
-def test_a_step_that_reads_a_shared_store_waits_until_every_writer_has_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_reads_a_shared_store_waits_for_the_copies_of_all_writers(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = FakeCopyEvent()
 
     def mirrored_event(memory: KvMemory) -> FakeCopyEvent | None:
@@ -318,9 +315,7 @@ def test_all_workers_replay_the_same_graphs(model: str, split: str, monkeypatch:
 
 
 @pytest.mark.parametrize("split", ["TP 2", "DP 2"])
-def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_all_workers(
-    split: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_is_mostly_cached_replays_graphs(split: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan loads the cached pages, and a graph computes all other tokens of the prompt."""
     log: ReplayLog = defaultdict(list)
     submit, loading = Runner.submit, []
@@ -349,9 +344,7 @@ def test_a_prompt_with_few_tokens_beyond_its_cached_prefix_replays_a_graph_on_al
     assert len(log) == workers and len({tuple(replay.graph for replay in replays) for replays in log.values()}) == 1
 
 
-def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names_step_and_workers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_hangs_ends_the_engine_and_is_named_with_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "STALL_MARGIN_SECONDS", 0.0)
     hang, release, execute = threading.Event(), threading.Event(), Worker._execute
 
@@ -372,6 +365,35 @@ def test_a_step_that_no_worker_finishes_ends_the_engine_with_an_error_that_names
             workers.submit([Plan(1, (), (), (), (), ())]).results()
         assert advanced.is_set(), "the controller must show progress while it waits for its workers"
         release.set()
+
+
+def test_stages_compute_different_chunks_of_one_prompt_at_the_same_time() -> None:
+    """The second stage ends a chunk only when the first has begun the next one."""
+    begun, overlaps = [threading.Event() for _ in range(4)], []
+
+    def watch(decoder: Decoder, split: Split) -> None:
+        run_layers, chunks = decoder.run_layers, iter(range(4))
+
+        def run(x: Tensor, view: View) -> Tensor:
+            chunk = next(chunks, None)
+            if chunk is not None and split.first_layer == 0:
+                begun[chunk].set()
+            elif chunk is not None and chunk < 3:
+                overlaps.append(begun[chunk + 1].wait(DEADLINE_S))
+            return run_layers(x, view)
+
+        decoder.run_layers = run  # type: ignore[method-assign]
+
+    prompt, params = list(range(40)), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    settings: dict[str, Any] = SMALL | {"max_num_batched_tokens": 10, "device_kv_tokens": 400}
+    tokens: list[int] = []
+    with closing(split_engine(SPECS["qwen3"], SEED, on_load=watch, pipeline_parallel_size=2, **settings)) as engine:
+        engine.add(*InputProcessor(engine.card, seed=0).accept("0", prompt, params))
+        while not engine.idle:  # not `run_all`, whose audits wait for all steps in flight
+            tokens += engine.step().token_ids
+    assert overlaps == [True] * 3
+    (answer,) = run_all(whole_engine(SPECS["qwen3"], SEED, **settings), [prompt], [params])
+    assert tokens == answer.token_ids
 
 
 def test_statistics_do_not_wait_for_a_step_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:

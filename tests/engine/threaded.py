@@ -114,14 +114,8 @@ class ThreadOpener:
 class ThreadWorkers(MultiprocessExecutor):
     """Implements `Executor` with workers that are threads of this process."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        splits: Sequence[Split],
-        kv_heads: int,
-        nodes: int = 0,
-    ) -> None:
-        """If `nodes` is not 0, the workers act as if they were on so many other nodes."""
+    def __init__(self, config: EngineConfig, splits: Sequence[Split], kv_heads: int, nodes: int = 0) -> None:
+        """If `nodes` is not 0, the workers act as if they were on this number of other nodes."""
         stages = len(splits) // splits[0].size
         self._groups = [ThreadGroup(splits[0].size) for _ in range(stages)]
         devices = [WorkerDevice("cpu")] * len(splits)

@@ -58,9 +58,7 @@ def opened(processes: StructureProcesses, structure: Structure) -> FollowedAnswe
 
 
 @pytest.mark.parametrize("victim", [lambda pid: pid, parent_of], ids=["process", "server"])
-def test_an_answer_goes_on_where_it_was_when_its_process_has_died(
-    processes: StructureProcesses, victim: Callable[[int], int]
-) -> None:
+def test_an_answer_outlives_its_process(processes: StructureProcesses, victim: Callable[[int], int]) -> None:
     with closing(opened(processes, MIXED)) as answer:
         assert allowed(masks_after(answer, ids("a"))) == sorted(ids(*AFTER_LETTER))
         before = pid_of(answer)
@@ -73,9 +71,7 @@ def test_an_answer_goes_on_where_it_was_when_its_process_has_died(
             assert allowed(masks_after(resumed, ids("2"))) == sorted(ids(*AFTER_NUMBER))
 
 
-def test_the_process_of_a_structure_that_is_not_used_ends_until_it_is_used(
-    processes: StructureProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_idle_process_ends_until_it_is_used(processes: StructureProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "IDLE_SECONDS", 0.01)
     with closing(opened(processes, MIXED)) as answer:
         masks_after(answer, ids("a"))
@@ -105,9 +101,7 @@ def test_a_command_that_ends_two_processes_fails(
         assert allowed(masks_after(answer, ids("a")))
 
 
-def test_only_the_processes_used_last_are_kept_without_an_answer(
-    processes: StructureProcesses, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_last_idle_processes_are_kept(processes: StructureProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MAX_IDLE", 2)
     with closing(opened(processes, Structure("regex", "[a-c]"))) as used:
         idle = [opened(processes, Structure("regex", pattern)) for pattern in ("ab?", "ac?", "ad?")]

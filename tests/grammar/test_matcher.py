@@ -197,9 +197,7 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_answer_only() -> None:
     assert allowed(grammars().compile(Structure("choice", '["12"]')).matcher(STOPS))
 
 
-def test_without_the_package_a_structure_is_refused_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_package_a_structure_is_refused_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match="pip install 'llguidance"):
         GrammarCompiler(TOKENIZER.to_str(), VOCAB)

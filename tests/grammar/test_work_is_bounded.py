@@ -1,6 +1,6 @@
 """Reading a structure takes linear time, and whatever it says is an error of the request, never of the server.
 
-The limits of CPU time are hundreds of times what is needed; what was written before needed more than they allow.
+The limits of CPU time are hundreds of times what is needed. Earlier code exceeded them.
 """
 
 import json
@@ -36,7 +36,7 @@ def chain(size: int) -> dict[str, Any]:
 
 
 def definitions(size: int) -> dict[str, Any]:
-    """Returns parameters each of which needs the definitions of all."""
+    """Returns parameters, each of which needs all definitions."""
     properties = {f"p{n}": {"type": "array", "items": {"$ref": f"#/$defs/d{n}"}} for n in range(size)}
     defs = {f"d{n}": {"type": "object", "description": "x" * 40} for n in range(size)}
     return {"type": "object", "properties": properties, "$defs": defs}

@@ -41,7 +41,7 @@ _compiling = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class RankKernel:
-    """A kernel as the calling thread's rank launches it."""
+    """A kernel that is launched for the rank of the calling thread."""
 
     source: Path
     name: str

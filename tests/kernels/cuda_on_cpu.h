@@ -279,7 +279,7 @@ static inline int __syncthreads_or(int vote) {
 }
 static inline unsigned take_turn(unsigned *turns) { return turns[0]++; }
 static inline void end_turn(unsigned *turns) { ++turns[1]; }
-// A ticket that is not finished when a block waits for it will never be, because clusters run one after another.
+// Clusters run one after another: a ticket that is not finished when a block waits for it is never finished.
 static inline void wait_until_over(const unsigned *turns, unsigned number) {
     if (static_cast<int>(turns[1] - number) <= 0) {
         emulated::fail("deadlock: a block waits for a ticket that is never finished");

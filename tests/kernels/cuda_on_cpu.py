@@ -54,7 +54,6 @@ class EmulatedKernel:
         (ctypes.c_int64 * 2).in_dll(self._library, name)[:] = [first, end]
 
     def counter(self, name: str) -> int:
-        """Returns a counter of the library."""
         return ctypes.c_uint.in_dll(self._library, name).value
 
 

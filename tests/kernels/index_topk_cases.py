@@ -16,6 +16,9 @@ from hotset.kernels.stable_topk import stable_topk
 
 SCALE = 0.0883
 NAN, INFINITY = float("nan"), float("inf")
+# The kinds of scores that `draw_scores` draws.
+KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "NaN and infinities", "few finite"]
+KINDS += ["one outlier", "heavy tail", "huge", "tiny", "large mean", "ascending", "descending"]
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ static unsigned of_matrix(unsigned matrix, unsigned row, unsigned column) {
 
 }  // namespace emulated
 
-static inline void copy_unit(void *to, const unsigned char *at, bool there) {
+static inline void begin_copy_16(void *to, const unsigned char *at, bool there) {
     using namespace emulated;
     Copies &mine = copies[current];
     if (reinterpret_cast<uintptr_t>(to) % 16) fail("the target of a copy is misaligned");
@@ -88,7 +88,7 @@ static inline void copy_unit(void *to, const unsigned char *at, bool there) {
     memset(to, 0xFF, 16);
     mine.begun[mine.count++] = Copy{to, at, there};
 }
-static inline void end_copies() {
+static inline void close_copy_group() {
     emulated::Copies &mine = emulated::copies[emulated::current];
     if (mine.group_count == emulated::Copies::MAX_GROUPS) emulated::fail("too many groups of copies in flight");
     mine.groups[mine.group_count++] = mine.count;
@@ -117,7 +117,7 @@ static inline void load_matrices(unsigned (&to)[4], const void *at) {
     for (int n = 0; n < 4; ++n) to[n] = of_matrix(n, row, column) | of_matrix(n, row, column + 1) << 16;
     wait(WARP);
 }
-static inline void load_matrices_turned(unsigned (&to)[4], const void *at) {
+static inline void load_matrices_transposed(unsigned (&to)[4], const void *at) {
     using namespace emulated;
     if (reinterpret_cast<uintptr_t>(at) % 16) fail("a misaligned row of a matrix");
     row_at[current] = static_cast<const unsigned char *>(at);

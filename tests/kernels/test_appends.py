@@ -222,9 +222,7 @@ def test_mla_append_writes_the_new_rows_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("interleaved", "parts"), KEY_OPTIONS)
 @pytest.mark.parametrize(("dim", "rope_dim", "fp8"), KEY_SHAPES)
-def test_index_append_writes_to_the_pages_of_the_seats_and_nothing_else(
-    dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
-) -> None:
+def test_index_append_writes_its_pages_only(dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int) -> None:
     case = Keys.make(dim, rope_dim, torch.bfloat16, fp8, interleaved, parts, torch.randn)
     values = case.values()
     normed = F.layer_norm(case.key, (dim,), case.weight, case.bias, EPS)
@@ -236,7 +234,7 @@ def test_index_append_writes_to_the_pages_of_the_seats_and_nothing_else(
 @needs_interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @MLA_SHAPES
-def test_mla_kernel_writes_the_same_bytes_as_the_reference(dtype: torch.dtype, rank: int, rope: int, fp8: bool) -> None:
+def test_mla_kernel_equals_the_reference(dtype: torch.dtype, rank: int, rope: int, fp8: bool) -> None:
     case = Mla.make(rank, rope, dtype, fp8, draw_exact)
     check_bytes(case, triton_impl("mla_append").mla_append, same_values=dtype == torch.bfloat16)
 
@@ -247,7 +245,7 @@ def test_mla_kernel_writes_the_same_bytes_as_the_reference(dtype: torch.dtype, r
     matrix(DTYPES, KEY_SHAPES, KEY_OPTIONS, together=1),
     ids=str,
 )
-def test_key_kernel_writes_the_same_bytes_as_the_reference(
+def test_key_kernel_equals_the_reference(
     dtype: torch.dtype, dim: int, rope_dim: int, fp8: bool, interleaved: bool, parts: int
 ) -> None:
     case = Keys.make(dim, rope_dim, dtype, fp8, interleaved, parts, draw_exact)
@@ -304,9 +302,7 @@ def stored_values(case: Mla | Keys, stored: Tensor) -> Tensor:
     matrix(DTYPES, [False, True], [(4, 2, 8), (3, 3, 10), (1, 1, 2)], together=1),
     ids=str,
 )
-def test_gqa_kernel_writes_the_same_bytes_as_the_reference(
-    dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, dim: int
-) -> None:
+def test_gqa_kernel_equals_the_reference(dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, dim: int) -> None:
     case = Gqa.make(heads, kv_heads, dim, dtype, normed, draw_exact)
     q, rows = case.run(triton_impl("gqa_append").gqa_append)
     expected_q, expected_rows = case.expect()
@@ -323,9 +319,7 @@ def test_gqa_kernel_writes_the_same_bytes_as_the_reference(
     [(BF16, 512, 64, True), (BF16, 520, 6, True), (BF16, 7, 4, False), (torch.float32, 20, 2, True)],
     ids=str,
 )
-def test_mla_append_on_a_gpu_writes_the_same_bytes(
-    dtype: torch.dtype, rank: int, rope: int, fp8: bool, count: int
-) -> None:
+def test_mla_append_on_a_gpu_is_exact(dtype: torch.dtype, rank: int, rope: int, fp8: bool, count: int) -> None:
     for draw in (torch.randn, draw_exact):
         check_bytes(Mla.make(rank, rope, dtype, fp8, draw, count), mla_append.mla_append, False, "cuda")
 
@@ -351,17 +345,10 @@ def test_index_append_on_a_gpu_writes_the_same_bytes(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("dtype", "normed", "heads", "kv_heads", "dim"),
-    [
-        (BF16, False, 32, 8, 128),
-        (BF16, True, 32, 8, 128),
-        (BF16, True, 3, 3, 10),
-        (torch.float32, False, 16, 1, 80),
-    ],
+    [(BF16, False, 32, 8, 128), (BF16, True, 32, 8, 128), (BF16, True, 3, 3, 10), (torch.float32, False, 16, 1, 80)],
     ids=str,
 )
-def test_gqa_append_on_a_gpu_writes_the_same_rows(
-    dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, dim: int
-) -> None:
+def test_gqa_append_on_a_gpu_is_exact(dtype: torch.dtype, normed: bool, heads: int, kv_heads: int, dim: int) -> None:
     case = Gqa.make(heads, kv_heads, dim, dtype, normed, torch.randn)
     q, rows = case.run(gqa_append.gqa_append, "cuda")
     expected_q, expected_rows = case.expect()

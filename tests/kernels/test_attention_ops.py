@@ -111,13 +111,7 @@ def test_stable_topk_equals_a_stable_sort(rows: int, width: int, seed: int, data
 
 
 @EXAMPLES
-@given(
-    st.integers(1, 5),
-    st.integers(1, 3),
-    st.integers(1, 6),
-    st.integers(0, 2**31),
-    st.sampled_from([1, 1 << 24]),
-)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([1, 1 << 24]))
 def test_sparse_attention_reads_only_selected_rows(queries: int, heads: int, k: int, seed: int, block: int) -> None:
     torch.manual_seed(seed)
     rank, rope, scale = 5, 2, 0.21

@@ -181,16 +181,14 @@ def tensors(result: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-def test_a_kernel_that_starts_early_reads_what_the_launch_before_it_writes_last(
-    case: Callable[[], tuple[Tensor, Op]],
-) -> None:
+def test_a_kernel_that_starts_early_reads_what_is_written_late(case: Callable[[], tuple[Tensor, Op]]) -> None:
     from late_copy import late_copy
 
     torch.manual_seed(1)
     value, op = case()
     late = torch.zeros_like(value)
     expected = [tensor.clone() for tensor in tensors(op(value))]
-    op(late)  # what an op writes to memory of the model is overwritten by now
+    op(late)  # overwrites what the op has written to the model's memory
     late_copy(late, value)  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

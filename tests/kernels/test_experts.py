@@ -69,9 +69,7 @@ def run_op(case: Case, first_expert: int = 0) -> Tensor:
 
 @EXAMPLES
 @given(st.integers(1, 24), st.integers(1, 6), st.integers(0, 2**31), st.data())
-def test_empty_expert_ids_add_nothing_and_read_no_expert(
-    tokens: int, count: int, seed: int, data: st.DataObject
-) -> None:
+def test_empty_expert_ids_add_nothing_and_read_nothing(tokens: int, count: int, seed: int, data: st.DataObject) -> None:
     torch.manual_seed(seed)
     k = data.draw(st.integers(1, count))
     case = draw_case(tokens, k, *draw_weights(count, 12, 5, torch.float32, "cpu"))
@@ -316,9 +314,7 @@ def test_on_a_gpu_only_the_selected_expert_is_read(production: tuple[Tensor, Ten
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch_of_several(
-    production: tuple[Tensor, Tensor],
-) -> None:
+def test_on_a_gpu_a_token_has_the_same_result_in_every_decode_batch(production: tuple[Tensor, Tensor]) -> None:
     case = draw_case(256, 6, *production)
     whole = experts(*case.arguments)
     for tokens in (2, 16, 64, 128):

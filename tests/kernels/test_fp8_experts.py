@@ -69,7 +69,7 @@ def test_experts_in_fp8_equal_a_loop_over_tokens_and_read_only_the_selected_expe
     case.expert_ids[0] = EMPTY  # a padded token
     poison(case, sorted(set(range(count)) - set(case.expert_ids.flatten().tolist())))
     out = run_op(case)
-    # An activation in float32 hardly ever is so near the middle between two codes that it gets the other one.
+    # In float32, an activation is hardly ever so near the middle of two codes that it is rounded to the other one.
     torch.testing.assert_close(out.double(), expected_output(case), atol=1e-5, rtol=1e-4)
     assert not out[0].any()
 
@@ -123,7 +123,7 @@ def test_an_expert_with_several_blocks_equals_the_reference() -> None:
 
 
 @needs_interpreter
-def test_every_block_meets_every_tile_of_outputs_once() -> None:
+def test_every_block_is_multiplied_by_every_tile_of_outputs_once() -> None:
     """More blocks than GROUP_BLOCKS, and a number that is not a multiple of it."""
     torch.manual_seed(2)
     case = draw_case(9, 1, draw_weights(9, 32, 160, 32))
@@ -211,9 +211,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
 
 
 @pytest.mark.parametrize(("routed", "expected"), [(None, 48), (32, 6)])
-def test_the_expected_pairs_per_expert_count_the_experts_of_all_ranks(
-    recorded: mock.Mock, routed: int | None, expected: int
-) -> None:
+def test_expected_pairs_per_expert_count_all_experts(recorded: mock.Mock, routed: int | None, expected: int) -> None:
     """48 tokens with 4 experts each: of 4 experts, or of 32 of which this rank holds 4."""
     experts(*draw_case(48, 4, draw_weights(4, 32, 16, 16)).arguments, routed)
     assert [call.args[5] for call in recorded.call_args_list] == [expected]
@@ -283,9 +281,7 @@ def test_on_a_gpu_odd_sizes_equal_the_reference(
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_token_has_the_same_result_in_every_batch_of_the_same_tiles(
-    production: tuple[Fp8Weight, Fp8Weight],
-) -> None:
+def test_on_a_gpu_results_do_not_depend_on_batches_with_the_same_tiles(production: tuple[Fp8Weight, Fp8Weight]) -> None:
     for most, pairs in ((32, 8), (80, 20)):  # two experts per token: `most` tokens are `pairs` pairs per expert
         case = draw_case(most, 2, production, torch.bfloat16)
         whole, tiles = experts(*case.arguments), fp8_impl().tiles_for(pairs)

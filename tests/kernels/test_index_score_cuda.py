@@ -90,8 +90,8 @@ def test_padded_queries_and_queries_that_select_every_position_are_not_scored() 
 
 @needs_compiler
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_more_queries_than_lanes_are_scored_wherever_the_share_of_a_block_begins(blocks: int) -> None:
-    """A lane counts the tiles of three queries, of which some are not scored."""
+def test_a_block_finds_its_share_among_more_queries_than_a_warp_has_lanes(blocks: int) -> None:
+    """Each of the 32 lanes counts the tiles of up to three of the 70 queries, some of which are not scored."""
     lengths = tuple(1 + 37 * n % 140 for n in range(70))
     inputs = make_inputs(Case((1,) * 70, lengths), seed=9, device=CPU)
     values = run(inputs, BlockShape(2, 1), k=80, blocks=blocks).values
@@ -114,18 +114,19 @@ def test_scores_do_not_depend_on_the_batch_or_on_the_number_of_blocks() -> None:
         assert torch.equal(alone[0, :length], together[query, :length])
 
 
-# A case, the number of blocks, and how many tiles they prefetch: of a block's first query, at most one per warpgroup.
+# A case, the number of blocks, and how many tiles they prefetch. A block prefetches tiles of its first query only, at
+# most one per warpgroup.
 PREFETCHED = {
-    "4, 2 and 3 tiles, of which each block scores five or four": (Case((1,) * 3, (250, 100, 190)), 2, 2 + 1),
+    "4, 2 and 3 tiles, divided into shares of 5 and 4": (Case((1,) * 3, (250, 100, 190)), 2, 2 + 1),
     "a block for each tile": (Case((1,) * 2, (130, 70)), 8, 5),
     "several index groups": (Case((1,) * 2, (900, 70), block_rows=66, parts=5, step=3, first_part=2), 2, 4),
-    "too many queries": (Case((1,) * 5, (70,) * 5), 2, 0),
+    "more than MAX_PREFETCH_QUERIES": (Case((1,) * 5, (70,) * 5), 2, 0),
 }
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", PREFETCHED)
-def test_the_first_tiles_of_every_block_are_prefetched(name: str) -> None:
+def test_the_first_tiles_of_the_share_of_every_block_are_prefetched(name: str) -> None:
     kernels: list[cuda_on_cpu.EmulatedKernel] = []
 
     def recorded(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
@@ -133,7 +134,7 @@ def test_the_first_tiles_of_every_block_are_prefetched(name: str) -> None:
         return kernels[-1]
 
     def counters() -> tuple[int, int]:
-        return kernels[0].counter("tiles_prefetched"), kernels[0].counter("others_prefetched")
+        return kernels[0].counter("tiles_prefetched"), kernels[0].counter("prefetched_in_vain")
 
     case, blocks, prefetched = PREFETCHED[name]
     inputs = make_inputs(case, seed=6, device=CPU)
@@ -145,44 +146,45 @@ def test_the_first_tiles_of_every_block_are_prefetched(name: str) -> None:
 
 @dataclass(frozen=True)
 class LateInputs:
-    """Inputs whose seats, positions and pages are written by the previous launch, when it ends."""
+    """Inputs whose seats, positions and pages the previous launch writes when it ends."""
 
     memory: Tensor  # seats, positions and pages, and then numbers that the kernel must not read
     inputs: Inputs  # with views of `memory`
-    right: Tensor  # what the previous launch writes
+    correct: Tensor  # the seats, positions and pages that the previous launch writes
 
     @staticmethod
     def make(inputs: Inputs) -> "LateInputs":
         keys, queries = inputs.keys, inputs.keys.seat_of.shape[0]
-        right = torch.cat([keys.seat_of, inputs.segments.positions, keys.table.flatten()])
-        memory = torch.cat([right, torch.zeros(1 << 10, dtype=torch.int64)])
-        table = memory[2 * queries : right.numel()].view(keys.table.shape)
+        correct = torch.cat([keys.seat_of, inputs.segments.positions, keys.table.flatten()])
+        memory = torch.cat([correct, torch.zeros(1 << 10, dtype=torch.int64)])
+        table = memory[2 * queries : correct.numel()].view(keys.table.shape)
         segments = replace(inputs.segments, positions=memory[queries : 2 * queries])
-        return LateInputs(
-            memory, replace(inputs, keys=replace(keys, seat_of=memory[:queries], table=table), segments=segments), right
-        )
+        late_keys = replace(keys, seat_of=memory[:queries], table=table)
+        return LateInputs(memory, replace(inputs, keys=late_keys, segments=segments), correct)
 
     def run(self, shape: BlockShape, blocks: int) -> tuple[Tensor, int]:
-        """Returns the scores, and the number of tiles that were prefetched in vain. Fails if anything but keys was
-        prefetched, or if what follows the table was read."""
+        """Returns the scores, and the number of tiles that were prefetched in vain.
+
+        Fails if memory outside the keys was prefetched, or if numbers after the table were read.
+        """
         kernels: list[cuda_on_cpu.EmulatedKernel] = []
         keys = self.inputs.keys.blocks
         last = sum((size - 1) * stride for size, stride in zip(keys.shape, keys.stride(), strict=True))
-        of_right = self.memory.data_ptr() + self.right.nbytes
+        end_of_correct = self.memory.data_ptr() + self.correct.nbytes
 
         def kernel(source: Path, name: str, **constants: int) -> cuda_on_cpu.EmulatedKernel:
             kernels.append(emulated_scoring(source, name, **constants))
-            kernels[0].write_late(self.memory, self.right)
-            kernels[0].set_range("unreadable", of_right, self.memory.data_ptr() + self.memory.nbytes)
+            kernels[0].write_late(self.memory, self.correct)
+            kernels[0].set_range("unreadable", end_of_correct, self.memory.data_ptr() + self.memory.nbytes)
             kernels[0].set_range("prefetchable", keys.data_ptr(), keys.data_ptr() + -(-(last + 1) // 16) * 16)
-            before.append(kernels[0].counter("others_prefetched"))
+            before.append(kernels[0].counter("prefetched_in_vain"))
             return kernels[0]
 
         before: list[int] = []
         values = run(self.inputs, shape, blocks=blocks, kernel=kernel).values
         for name in ("unreadable", "prefetchable"):
             kernels[0].set_range(name, 0, 0)
-        return values, kernels[0].counter("others_prefetched") - before[0]
+        return values, kernels[0].counter("prefetched_in_vain") - before[0]
 
 
 def fill(seat: int | None = None, position: int | None = None, page: int | None = None) -> Callable[[Inputs], object]:
@@ -197,17 +199,18 @@ def fill(seat: int | None = None, position: int | None = None, page: int | None 
     return write
 
 
-MOST, LEAST = (1 << 63) - 1, -(1 << 63)
+LARGEST, SMALLEST = (1 << 63) - 1, -(1 << 63)
 # What is in memory before the previous launch ends. There are three seats, three columns of the table, and five pages.
 STALE = {
-    "the largest numbers": fill(MOST, MOST, MOST),
-    "the smallest numbers": fill(LEAST, LEAST, LEAST),
+    "the largest numbers": fill(LARGEST, LARGEST, LARGEST),
+    "the smallest numbers": fill(SMALLEST, SMALLEST, SMALLEST),
     "random numbers": lambda inputs: [
-        numbers.random_(LEAST, MOST) for numbers in (inputs.keys.seat_of, inputs.segments.positions, inputs.keys.table)
+        numbers.random_(SMALLEST, LARGEST)
+        for numbers in (inputs.keys.seat_of, inputs.segments.positions, inputs.keys.table)
     ],
     "a shorter context": fill(position=40),
-    "a longer context": fill(position=500),  # than pages in the table
-    "a longer context of the last seat": fill(seat=2, position=500),  # what follows the table is not a page
+    "a context of more pages than the table has columns": fill(position=500),
+    "such a context in the last seat": fill(seat=2, position=500),  # the numbers after the table are not pages
     "a seat behind the last": fill(seat=3),
     "a page behind the last": fill(page=5),
     "a page far behind the last": fill(page=1 << 33),
@@ -228,9 +231,9 @@ def test_seats_positions_and_pages_may_be_anything_before_the_previous_launch_ha
 
 @needs_compiler
 def test_tiles_are_prefetched_before_the_previous_launch_has_ended() -> None:
-    """Before that, the query has the seat of another one, whose tile is prefetched in vain.
+    """Until the previous launch ends, the query has the seat of another query, whose tile is prefetched in vain.
 
-    In some launches, the warp that prefetches begins only after that.
+    In some launches, the warp that prefetches begins only after the previous launch has ended.
     """
     inputs = make_inputs(Case((1,) * 2, (100, 90)), seed=8, device=CPU)
     expected = run(inputs, BlockShape(2, 1)).values
@@ -245,8 +248,8 @@ def test_tiles_are_prefetched_before_the_previous_launch_has_ended() -> None:
     assert any(prefetches_in_vain() for _ in range(30))
 
 
-def test_stages_that_move_between_warpgroups_are_refused() -> None:
-    """A warpgroup that is ahead could take a tile for one that has arrived. 22 stages failed on a GPU."""
+def test_stages_that_do_not_divide_evenly_between_warpgroups_are_refused() -> None:
+    """A warpgroup that is ahead could read a stage before its tile has arrived. 22 stages failed on a GPU."""
     with pytest.raises(InternalError, match="22 stages do not divide evenly between 4 warpgroups"):
         BlockShape(22, 4)
 

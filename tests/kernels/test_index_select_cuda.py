@@ -12,7 +12,7 @@ import cuda_on_cpu
 import pytest
 import torch
 from cuda_on_cpu import needs_compiler
-from index_topk_cases import NAN, check_selection, draw_scores
+from index_topk_cases import KINDS, NAN, check_selection, draw_scores
 from matrix import matrix, slow_if
 from nvcc import REGISTERS_OF_SM, compile_with_nvcc, needs_nvcc, recorded
 
@@ -25,8 +25,6 @@ from hotset.kernels.index_topk.scores import Scores
 CPU = torch.device("cpu")
 CONTEXT = 8192
 SMALL = BlockShape(threads=64, bins=128)  # with one block, a thread has 128 of 8192 scores: 4 words
-KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "NaN and infinities", "few finite"]
-KINDS += ["one outlier", "heavy tail", "huge", "tiny", "large mean", "ascending", "descending"]
 HELD = {"all": 1 << 20, "some": 4 * 512}  # bytes of a block's scores that are in shared memory
 
 

@@ -5,7 +5,7 @@ test_interpreted.py).
 """
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -13,9 +13,18 @@ from unittest import mock
 
 import pytest
 import torch
-from index_topk_cases import SCALE, Case, Inputs, all_positions, draw_scores, reference_scores, with_padding
-from index_topk_cases import check_selection as check_selection_on
-from index_topk_cases import make_inputs as make_inputs_on
+from index_topk_cases import (
+    KINDS,
+    SCALE,
+    Case,
+    Inputs,
+    all_positions,
+    check_selection,
+    draw_scores,
+    make_inputs,
+    reference_scores,
+    with_padding,
+)
 from interpreted import INTERPRETED
 from torch import Tensor
 
@@ -42,10 +51,6 @@ def impl() -> ModuleType:
         score = importlib.import_module("hotset.kernels.index_topk.triton_score")
         score.OPERAND[torch.bfloat16] = importlib.import_module("triton.language").float32
     return importlib.import_module("hotset.kernels.index_topk.triton_impl")
-
-
-def make_inputs(case: Case, seed: int) -> Inputs:
-    return make_inputs_on(case, seed, DEVICE)
 
 
 def poisoned_empty(*size: int, **options: Any) -> Tensor:
@@ -90,7 +95,7 @@ CASES = SMALL if INTERPRETED else LARGE
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_scores_equal_the_reference(impl: ModuleType, case: Case) -> None:
     # Products of 16-bit (or e4m3) operands are exact in float32: only the order of the sums differs.
-    inputs = make_inputs(case, seed=1)
+    inputs = make_inputs(case, seed=1, device=DEVICE)
     expected = reference_scores(inputs)
     scores = run_score(impl, inputs, share_context=not case.decoding)
     for row, (position, exact) in enumerate(zip(inputs.segments.positions.tolist(), expected, strict=True)):
@@ -104,7 +109,7 @@ def test_scores_equal_the_reference(impl: ModuleType, case: Case) -> None:
 @on_device
 def test_padded_queries_and_queries_that_select_every_position_are_not_scored(impl: ModuleType) -> None:
     case = CASES[0]
-    inputs = make_inputs(case, seed=2)
+    inputs = make_inputs(case, seed=2, device=DEVICE)
     k = sorted(case.lengths)[len(case.lengths) // 2]
     seats = inputs.keys.seat_of.clone()
     seats[0] = EMPTY
@@ -113,21 +118,13 @@ def test_padded_queries_and_queries_that_select_every_position_are_not_scored(im
         assert bool(values.isnan().all()) == (row == 0 or length <= k)
 
 
-KINDS = ["normal", "ties", "all equal", "zeros of both signs", "mostly zero", "NaN and infinities", "few finite"]
-KINDS += ["one outlier", "heavy tail", "huge", "tiny", "large mean", "ascending", "descending"]
-
-
-def check_selection(impl: ModuleType, values: Tensor, lengths: Sequence[int], k: int, moments: Tensor | None) -> None:
-    check_selection_on(DEVICE, impl.select, values, lengths, k, moments)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 128, 1000, 2048, 4096])
 def test_selection_equals_stable_topk(impl: ModuleType, kind: str, k: int) -> None:
     torch.manual_seed(k)
     lengths = [CONTEXT, CONTEXT - 1, 8192, 7001, 4097, 4097]
-    check_selection(impl, draw_scores(kind, len(lengths), CONTEXT), lengths, k, None)
+    check_selection(DEVICE, impl.select, draw_scores(kind, len(lengths), CONTEXT), lengths, k)
 
 
 @on_device
@@ -135,7 +132,7 @@ def test_selection_equals_stable_topk(impl: ModuleType, kind: str, k: int) -> No
 def test_selection_is_exact_at_lengths_around_k_and_around_block_boundaries(impl: ModuleType, k: int) -> None:
     torch.manual_seed(k)
     lengths = sorted({1, k - 1, k, k + 1, 2047, 2048, 2049, 4095, 4096} - {0})
-    check_selection(impl, draw_scores("ties", len(lengths), CONTEXT), lengths, k, None)
+    check_selection(DEVICE, impl.select, draw_scores("ties", len(lengths), CONTEXT), lengths, k)
 
 
 @pytest.mark.gpu
@@ -144,7 +141,7 @@ def test_wrong_moments_do_not_change_the_selection(impl: ModuleType, wrong: floa
     torch.manual_seed(3)
     moments = torch.full((2, 3, 2), wrong)
     moments[1, :, 0] *= -1
-    check_selection(impl, draw_scores("ties", 2, CONTEXT), [3000, CONTEXT], 40, moments)
+    check_selection(DEVICE, impl.select, draw_scores("ties", 2, CONTEXT), [3000, CONTEXT], 40, moments)
 
 
 @pytest.mark.gpu
@@ -152,16 +149,14 @@ def test_queries_whose_candidate_list_overflows_do_not_affect_others(impl: Modul
     torch.manual_seed(8)
     values = draw_scores("normal", 24, CONTEXT)
     values[::2] = 1.5
-    check_selection(impl, values, [CONTEXT] * 24, 100, None)
+    check_selection(DEVICE, impl.select, values, [CONTEXT] * 24, 100)
 
 
 @on_device
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("case", [SMALL[3]] if INTERPRETED else [LARGE[0], LARGE[6], LARGE[8], LARGE[9]], ids=str)
-def test_index_topk_selects_the_best_of_the_scores_that_the_kernel_computes(
-    impl: ModuleType, case: Case, captured: bool
-) -> None:
-    inputs = make_inputs(case, seed=4)
+def test_index_topk_selects_the_best_of_the_computed_scores(impl: ModuleType, case: Case, captured: bool) -> None:
+    inputs = make_inputs(case, seed=4, device=DEVICE)
     k = 20 if INTERPRETED else 300
     op = impl.index_topk if INTERPRETED else index_topk
     arguments = inputs.captured() if captured else inputs
@@ -177,11 +172,9 @@ def test_index_topk_selects_the_best_of_the_scores_that_the_kernel_computes(
 
 
 @on_device
-def test_queries_that_exceed_the_workspace_are_processed_in_batches(
-    impl: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_queries_beyond_the_workspace_form_batches(impl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case((1, 4), (40, 30), heads=16, dim=32, block_rows=80) if INTERPRETED else LARGE[3]
-    inputs = with_padding(make_inputs(case, seed=5))
+    inputs = with_padding(make_inputs(case, seed=5, device=DEVICE))
     arguments = (inputs.q, inputs.weights, inputs.keys, inputs.segments, 13, SCALE)
     in_one_batch = impl.index_topk(*arguments)
     monkeypatch.setattr(impl, "WORKSPACE_BYTES", 3 * 4 * 4096)
@@ -192,7 +185,7 @@ def test_queries_that_exceed_the_workspace_are_processed_in_batches(
 @pytest.mark.gpu
 def test_a_graph_reads_tables_seats_and_positions_at_replay() -> None:
     case = Case((1,) * 6, (20_000, 3000, 2049, 2048, 1, 9000))
-    inputs = with_padding(make_inputs(case, seed=6))
+    inputs = with_padding(make_inputs(case, seed=6, device=DEVICE))
     arguments = (inputs.q, inputs.weights, inputs.keys, inputs.segments, 2048, SCALE)
     index_topk(*arguments)
     torch.cuda.synchronize()
@@ -221,6 +214,6 @@ def test_a_graph_reads_tables_seats_and_positions_at_replay() -> None:
     ],
 )
 def test_unsupported_sizes_are_refused(changed: dict[str, Any], k: int, message: str) -> None:
-    inputs = make_inputs(replace(Case((1,), (9,), heads=2), **changed), seed=7)
+    inputs = make_inputs(replace(Case((1,), (9,), heads=2), **changed), seed=7, device=DEVICE)
     with pytest.raises(ConfigError, match=message):
         index_topk(inputs.q.bfloat16(), inputs.weights, inputs.keys, inputs.segments, k, SCALE)

@@ -39,9 +39,7 @@ def test_packed_linear_equals_the_reference(tokens: int, outputs: int, inputs: i
     [lambda weight, hint: weight.no_such_op(), lambda weight: weight, lambda weight, hint: 2 * weight],
     ids=["missing", "other arguments", "wrong result"],
 )
-def test_weights_are_not_packed_if_torch_has_other_private_ops(
-    other_op: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_ops_pack_no_weights(other_op: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "pack", lambda weight: other_op(weight, packed.TOKENS_HINT))
     packed.is_available.cache_clear()
     try:
@@ -70,7 +68,7 @@ FEW_TOKENS = [(1, 1, 8, False), (2, 9, 40, True), (4, 6, 130, False), (3, 5, 110
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("tokens", "outputs", "width", "bias"), FEW_TOKENS)
-def test_products_of_few_tokens_are_the_rounded_exact_ones(tokens: int, outputs: int, width: int, bias: bool) -> None:
+def test_products_of_few_tokens_are_exact_but_rounded(tokens: int, outputs: int, width: int, bias: bool) -> None:
     x, weight = torch.randn(tokens, width + 1).to(BF16)[:, 1:], torch.randn(outputs, width).to(BF16)
     added = torch.randn(outputs).to(BF16) if bias else None
     got = triton_impl("linear", "triton_few").linear(x, weight, added)
@@ -82,9 +80,7 @@ def test_products_of_few_tokens_are_the_rounded_exact_ones(tokens: int, outputs:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("tokens", "outputs", "width", "bias"), FEW_TOKENS)
-def test_products_of_a_few_normed_tokens_are_the_rounded_exact_ones(
-    tokens: int, outputs: int, width: int, bias: bool
-) -> None:
+def test_products_of_few_normed_tokens_are_exact_but_rounded(tokens: int, outputs: int, width: int, bias: bool) -> None:
     x = (torch.randint(-8, 9, (tokens, width + 1)) / 8).to(BF16)[:, 1:]  # any order of adding its squares is exact
     x[0] *= 2**-10  # the squares are about as large as eps
     weight, gain = torch.randn(outputs, width).to(BF16), (1 + torch.randn(width) / 4).to(BF16)
@@ -98,7 +94,7 @@ def test_products_of_a_few_normed_tokens_are_the_rounded_exact_ones(
 @pytest.mark.interpreted
 @pytest.mark.parametrize("fp32_outputs", [1, 5])
 @pytest.mark.parametrize(("tokens", "outputs", "width", "bias"), FEW_TOKENS)
-def test_two_products_of_few_tokens_in_one_launch_equal_two_launches(
+def test_one_launch_of_two_products_equals_two_launches(
     tokens: int, outputs: int, width: int, bias: bool, fp32_outputs: int
 ) -> None:
     x, weight = torch.randn(tokens, width + 1).to(BF16)[:, 1:], torch.randn(outputs, width).to(BF16)
@@ -124,7 +120,7 @@ def test_products_of_few_tokens_refuse_gains_and_float32_weights_that_they_would
 @pytest.mark.interpreted
 @pytest.mark.parametrize("inputs_adjacent", [False, True])
 @pytest.mark.parametrize(("tokens", "heads", "inputs", "outputs"), [(1, 2, 16, 40), (4, 3, 130, 9), (2, 1, 5, 300)])
-def test_products_of_few_tokens_per_head_are_the_rounded_exact_ones(
+def test_products_of_few_tokens_per_head_are_exact_but_rounded(
     tokens: int, heads: int, inputs: int, outputs: int, inputs_adjacent: bool
 ) -> None:
     x = torch.randn(tokens, heads, inputs + 3).to(BF16)[..., 3:]
@@ -171,9 +167,7 @@ def test_linear_on_a_gpu_equals_float64(tokens: int, outputs: int, width: int) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 5])
 @pytest.mark.parametrize(("outputs", "width"), [(2240, 1536), (1001, 520), (512, 7168)])
-def test_products_of_normed_tokens_and_two_products_on_a_gpu_equal_float64(
-    tokens: int, outputs: int, width: int
-) -> None:
+def test_products_of_normed_tokens_on_a_gpu_equal_float64(tokens: int, outputs: int, width: int) -> None:
     x, weight = torch.randn(tokens, 2 * width, device="cuda").to(BF16)[:, 8 : 8 + width], torch.randn(outputs, width)
     layer, gain = Linear(weight.to("cuda", BF16)), (1 + torch.randn(width, device="cuda") / 4).to(BF16)
     assert isinstance(layer.weight, Tensor)
@@ -206,9 +200,7 @@ def test_a_token_of_fp32_linear_has_the_same_bits_in_every_batch() -> None:
     [(BF16, 1, 32, 4096), (BF16, 16, 64, 7168), (BF16, 128, 32, 4096), (BF16, 300, 4, 96), (torch.float32, 7, 3, 1100)],
     ids=str,
 )
-def test_fp32_linear_on_a_gpu_does_not_round_the_weight(
-    dtype: torch.dtype, tokens: int, outputs: int, width: int
-) -> None:
+def test_fp32_linear_on_a_gpu_keeps_exact_weights(dtype: torch.dtype, tokens: int, outputs: int, width: int) -> None:
     x, weight = torch.randn(tokens, width + 8).to(dtype), torch.randn(outputs, width)
     expected = reference.fp32_linear(x[:, 8:].double(), weight.double(), 0.3)
     linear = Fp32Linear(weight.cuda(), 0.3)

@@ -82,9 +82,7 @@ def check_copy(
     ("to_host", "width", "gap", "offset"),
     matrix([True, False], [1, 3, 4, 16, 37, 132, 656, 1152, 20_000], [(0, 0), (0, 4), (16, 0), (7, 1)], together=1),
 )
-def test_pieces_are_copied_in_every_layer_and_nothing_else_is_written(
-    copy: Copy, to_host: bool, width: int, gap: int, offset: int
-) -> None:
+def test_pieces_of_every_layer_are_copied_exactly(copy: Copy, to_host: bool, width: int, gap: int, offset: int) -> None:
     check_copy(copy, layers=2, width=width, gap=gap, offset=offset, pieces=5, to_host=to_host)
 
 
@@ -107,12 +105,7 @@ def test_index_keys_with_a_gap_after_every_page_are_copied_as_words(copy: Copy) 
     """A page of 400 bytes holds 3 index keys of 132 bytes, so pages do not begin at multiples of 132 bytes."""
     pool, host = torch.randint(0, 256, (2, 5 * 400), dtype=torch.uint8), torch.zeros(2, 20 * 132, dtype=torch.uint8)
     pieces = [(page * 100, position * 33, 3 * 33) for page, position in ((4, 0), (1, 3), (2, 6))]
-    copy(
-        torch.tensor(pieces),
-        pool.view(torch.int32)[:, :, None],
-        host.view(torch.int32)[:, :, None],
-        to_host=True,
-    )
+    copy(torch.tensor(pieces), pool.view(torch.int32)[:, :, None], host.view(torch.int32)[:, :, None], to_host=True)
     read = torch.cat([pool[:, page * 400 : page * 400 + 396] for page in (4, 1, 2)], dim=1)
     assert torch.equal(host[:, : 9 * 132], read) and not host[:, 9 * 132 :].any()
 
@@ -147,9 +140,7 @@ def test_rows_that_differ_between_the_tiers_are_refused(host: Tensor, message: s
 @both_directions
 @pytest.mark.parametrize("pinned_pieces", [True, False])
 @pytest.mark.parametrize(("width", "gap"), [(656, 0), (1152, 0), (132, 0), (37, 3)])
-def test_on_a_gpu_pieces_are_copied_as_by_the_reference(
-    width: int, gap: int, to_host: bool, pinned_pieces: bool
-) -> None:
+def test_on_a_gpu_pieces_equal_the_references(width: int, gap: int, to_host: bool, pinned_pieces: bool) -> None:
     rows, layers = 4000, 5
     device, host = (block_of_rows(layers, rows, width, gap, 0) for _ in range(2))
     pieces = torch.tensor([*draw_pieces(rows // 2, 200), (rows // 2, rows // 2 + 7, rows // 2 - 7)])

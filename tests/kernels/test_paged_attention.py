@@ -54,9 +54,7 @@ def prefill(impl: ModuleType, batch: Batch) -> Tensor:
 @pytest.mark.parametrize(
     ("page_rows", "heads", "kv_heads", "dim"), matrix([5, 16, 32], [(4, 2, 16), (3, 1, 24), (2, 2, 8)], together=1)
 )
-def test_prompts_equal_the_reference_also_where_a_tile_crosses_segments(
-    page_rows: int, heads: int, kv_heads: int, dim: int
-) -> None:
+def test_prompts_equal_the_reference_across_segments(page_rows: int, heads: int, kv_heads: int, dim: int) -> None:
     impl = triton_impl("paged_attention", "triton_prefill")
     batch = Batch([40, 7, 33, 100, 64, 1], heads, kv_heads, dim, page_rows, torch.float32, [40, 3, 1, 37, 2, 1])
     torch.testing.assert_close(prefill(impl, batch).double(), batch.expect(torch.float64), atol=1e-5, rtol=1e-5)

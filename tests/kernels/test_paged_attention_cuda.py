@@ -103,7 +103,7 @@ def test_queries_that_are_not_aligned_are_copied_first() -> None:
         (torch.bfloat16, 128, 64, False, False),
     ],
 )
-def test_other_sizes_and_gpus_have_the_triton_kernel(
+def test_other_sizes_and_gpus_use_triton(
     dtype: torch.dtype, dim: int, page_rows: int, hopper: bool, served: bool
 ) -> None:
     batch = Batch([3], 1, 1, dim, page_rows, dtype)

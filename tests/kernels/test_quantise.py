@@ -57,7 +57,7 @@ def test_every_quotient_of_two_bf16_numbers_is_rounded_as_a_division() -> None:
     ties=st.booleans(),
     seed=st.integers(0, 1 << 30),
 )
-def test_codes_and_scales_have_the_bits_of_the_specification(
+def test_codes_and_scales_have_the_right_bits(
     tokens: int, width: int, align: int, dtype: torch.dtype, ties: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)

@@ -79,9 +79,7 @@ def draw_logits(tokens: int, rule: RoutingRule, levels: int) -> tuple[Tensor, Te
 
 @EXAMPLES
 @given(rules(), st.integers(1, 5), st.integers(1, len(LEVELS)), st.integers(0, 2**31))
-def test_selection_and_weights_equal_plain_python_and_ties_go_to_the_lower_expert(
-    rule: RoutingRule, tokens: int, levels: int, seed: int
-) -> None:
+def test_experts_and_weights_equal_plain_python(rule: RoutingRule, tokens: int, levels: int, seed: int) -> None:
     torch.manual_seed(seed)
     logits, correction = draw_logits(tokens, rule, levels)
     routes = select(logits, correction, rule)

@@ -53,9 +53,7 @@ def nearest_e4m3(value: float) -> float:
 
 @given(st.integers(1, 300), st.integers(0, 9), st.sampled_from([1e-6, 1.0, 3e4]), st.integers(0, 2**31))
 @examples(15)
-def test_fp8_rows_are_scaled_in_blocks_of_128_and_rounded_to_nearest(
-    latent: int, rope: int, size: float, seed: int
-) -> None:
+def test_fp8_rows_are_scaled_in_blocks_of_128_and_rounded(latent: int, rope: int, size: float, seed: int) -> None:
     layout = mla_row(latent, rope, torch.float32, fp8=True)
     values = size * torch.randn(2, latent + rope, generator=torch.Generator().manual_seed(seed))
     stored = torch.full((2, layout.stride_bytes), 0xAB, dtype=torch.uint8)

@@ -302,9 +302,7 @@ def test_slices_outside_the_row_are_refused() -> None:
     ],
 )
 @pytest.mark.parametrize("unpack", [False, True])
-def test_wrong_rows_are_refused_before_anything_is_written(
-    pages: list[int], first: int, last: int, message: str, unpack: bool
-) -> None:
+def test_wrong_rows_are_refused_early(pages: list[int], first: int, last: int, message: str, unpack: bool) -> None:
     stores, packed = [torch.zeros(2, 4, 8, dtype=torch.uint8)], torch.ones(20, dtype=torch.uint8)
     rows = [rows_of(stores, RowSlices(((0, 4),)))]
     with pytest.raises(AssertionError, match=message):
@@ -390,9 +388,7 @@ def copied_to(tensor: Tensor, tier: str) -> Tensor:
 @pytest.mark.parametrize(("store_tier", "buffer_tier"), [("device", "device"), ("device", "host"), ("host", "device")])
 @pytest.mark.parametrize("pages_on_device", [False, True])
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.row_bytes}")
-def test_on_a_gpu_slices_are_copied_as_by_the_reference(
-    case: Case, store_tier: str, buffer_tier: str, pages_on_device: bool
-) -> None:
+def test_on_a_gpu_slices_are_exact(case: Case, store_tier: str, buffer_tier: str, pages_on_device: bool) -> None:
     stores, pages, buffer = case.stores(), case.pages(), case.packed()
     copied_stores, copied_buffer = [copied_to(store, store_tier) for store in stores], copied_to(buffer, buffer_tier)
     page_list = torch.tensor(pages).cuda() if pages_on_device else pages

@@ -138,9 +138,7 @@ MEASURED_US = {  # the warpgroup kernel on an H200, by (fp8 rows, queries, heads
 
 
 @pytest.mark.parametrize("case", MEASURED_US)
-def test_the_cost_of_the_warpgroup_kernel_is_proportional_to_times_measured_on_an_h200(
-    case: tuple[bool, int, int, int],
-) -> None:
+def test_costs_of_the_warpgroup_kernel_are_proportional_to_measured_times(case: tuple[bool, int, int, int]) -> None:
     fp8, queries, heads, splits = case
     shape, us_of_key = AttentionShape(queries, heads, 2048, 512, 64, fp8), 0.038 if fp8 else 0.032
     found = cost(replace(WARPGROUP, splits=splits), shape, H200) * us_of_key

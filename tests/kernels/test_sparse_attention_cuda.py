@@ -108,9 +108,7 @@ KINDS = [(16, True), (64, False), (16, False), (32, True), (64, True)]  # 32 hea
 
 @needs_nvcc
 @pytest.mark.parametrize(("heads", "fp8"), slow_if(KINDS, KINDS[2:]))
-def test_kernel_compiles_for_sm_90_and_the_intended_number_of_blocks_fits(
-    heads: int, fp8: bool, tmp_path: Path
-) -> None:
+def test_kernel_compiles_for_sm_90_and_the_intended_blocks_fit(heads: int, fp8: bool, tmp_path: Path) -> None:
     launch = HOPPER[fp8, heads]
     inputs = make_inputs(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
     tensors = (inputs.q, inputs.pool, inputs.row_ids, inputs.q, inputs.q)

@@ -60,9 +60,7 @@ def test_kernel_compiles_for_sm_90_without_spilling(compiled: dict[str, Compiled
 
 
 @with_each_kernel
-def test_a_kernel_that_is_launched_early_waits_before_it_writes_or_returns(
-    compiled: dict[str, CompiledKernel], name: str
-) -> None:
+def test_a_kernel_launched_early_waits_before_it_writes(compiled: dict[str, CompiledKernel], name: str) -> None:
     before, *after = compiled[name].ptx.split("griddepcontrol.wait")
     paths = 2 if name == "linear and fp32 linear of few tokens" else 1  # a program takes one of them
     assert len(after) == (paths if compiled[name].early else 0), f"{len(after)} waits, {compiled[name].early=}"
@@ -73,9 +71,7 @@ def test_a_kernel_that_is_launched_early_waits_before_it_writes_or_returns(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS_NEXT)
-def test_a_kernel_that_is_launched_in_order_can_let_the_next_one_start_early(
-    compiled: dict[str, CompiledKernel], name: str
-) -> None:
+def test_a_kernel_launched_in_order_lets_the_next_start_early(compiled: dict[str, CompiledKernel], name: str) -> None:
     assert "griddepcontrol.launch_dependents" in compiled[name].ptx and not compiled[name].early
 
 
@@ -87,7 +83,9 @@ PRODUCTS = [name for name in EXPERTS if name.startswith(("gate_up", "down"))]
 FP8_OPERANDS = {"fp8 linear, 16 tokens": "n16k32", "fp8 linear, 64 tokens": "n64k32"}
 FP8_OPERANDS |= {"fp8 gate_up, decoding": "n16k32", "fp8 down, decoding": "n16k32"}
 DIVIDING = ("mla append", "index append", "quantise", "fp8 linear, 16 tokens", "quantise pairs")
-INSTRUCTIONS: list[tuple[str, list[str], list[str]]] = [  # what the code of a kernel has, and what it has not
+INSTRUCTIONS: list[
+    tuple[str, list[str], list[str]]
+] = [  # patterns that are in a kernel's code, and others that are not
     *((name, [WGMMA, ROWS], [r"mma\.sync", SMALL_COPIES]) for name in PRODUCTS),
     *((name, [r"ld\.global\.v4\.b32", r"st\.global\.v4\.b32"], []) for name in ("sum", "swiglu")),
     ("decode", [ROWS, r"mma\.sync"], [SMALL_COPIES]),
@@ -110,7 +108,7 @@ INSTRUCTIONS: list[tuple[str, list[str], list[str]]] = [  # what the code of a k
     ("name", "patterns", "excluded"),
     [pytest.param(*case, id=case[0], marks=() if case[0] in SAMPLE else pytest.mark.slow) for case in INSTRUCTIONS],
 )
-def test_kernels_use_the_intended_instructions(
+def test_kernels_use_these_instructions(
     compiled: dict[str, CompiledKernel], name: str, patterns: list[str], excluded: list[str]
 ) -> None:
     ptx = compiled[name].ptx
@@ -119,9 +117,7 @@ def test_kernels_use_the_intended_instructions(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLICES)
-def test_slices_are_copied_in_the_widest_accesses_that_alignment_allows(
-    compiled: dict[str, CompiledKernel], name: str
-) -> None:
+def test_slices_are_copied_in_the_widest_aligned_accesses(compiled: dict[str, CompiledKernel], name: str) -> None:
     width, *_ = SLICES[name]
     suffix = {16: "v4.b32", 4: "b32", 1: "b8"}[width]
     for access in ("ld", "st"):

@@ -163,10 +163,7 @@ EXPERTS: dict[str, Case] = {
         lambda: kernels_of("route").partial_logits(meta(16, 4096), meta(64, 4096, dtype=FP32)),
     ),
     "select of 64": ("_select_kernel", lambda: select_experts(RoutingRule(64, 6))),
-    "select of 256 in groups": (
-        "_select_kernel",
-        lambda: select_experts(RoutingRule(256, 8, groups=8, topk_group=4)),
-    ),
+    "select of 256 in groups": ("_select_kernel", lambda: select_experts(RoutingRule(256, 8, groups=8, topk_group=4))),
     "swiglu": ("_swiglu_kernel", lambda: kernels_of("swiglu").swiglu(meta(16, 3072))),
 }
 FP8: dict[str, Case] = {

@@ -146,13 +146,14 @@ static void forget_earlier_blocks() {
 }  // namespace emulated
 
 extern "C" {
-unsigned tiles_prefetched, others_prefetched;  // by all launches: tiles, and those that differ from the one that was copied
-int64_t prefetchable[2];                    // addresses [from, to) that may be prefetched; 0, 0: all
+// Counted over all launches. A tile was prefetched in vain if the block then copies another tile in its place.
+unsigned tiles_prefetched, prefetched_in_vain;
+int64_t prefetchable[2];  // addresses [from, to) that may be prefetched; 0, 0: all
 }
 
 static inline void compare_tile(unsigned n) {
     const emulated::Tile &early = emulated::prefetched[n], &later = emulated::copied[n];
-    others_prefetched += early.at && later.at && (early.at != later.at || early.bytes != later.bytes);
+    prefetched_in_vain += early.at && later.at && (early.at != later.at || early.bytes != later.bytes);
 }
 static inline void prefetch_to_l2(const void *at, unsigned bytes) {
     using namespace emulated;
@@ -281,7 +282,7 @@ static inline void begin_products() {
     Batch &batch = open_batch();
     batch.count = 0, batch.late = in_flight > 0 || draw(2);
 }
-static inline void end_products() { ++emulated::batches_of[emulated::current].begun; }
+static inline void close_product_batch() { ++emulated::batches_of[emulated::current].begun; }
 template <int left> static inline void wait_for_products() {
     using namespace emulated;
     const unsigned group = current / WARPGROUP_THREADS, begun = batches_of[current].begun;

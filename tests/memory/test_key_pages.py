@@ -78,7 +78,7 @@ def test_keys_of_all_groups_and_positions_are_read_back_and_lie_in_turn_in_the_l
 
 @examples(40)
 @given(patterns(), st.integers(1, 9), st.sampled_from(KEYS), st.integers(1, 2000))
-def test_key_pages_are_as_few_as_their_blocks_allow(
+def test_key_pages_are_as_few_as_possible(
     pattern: tuple[int, ...], page_rows: int, key: RowLayout, tokens: int
 ) -> None:
     geometry = make_shape(pattern, RowLayout(13, torch.uint8), key).geometry(page_rows)
@@ -119,9 +119,7 @@ def test_index_keys_take_at_most_5_percent_more_than_their_bytes(pattern: tuple[
 @pytest.mark.parametrize(
     ("name", "groups", "layers", "bytes_per_token"), [("glm-5.2", 21, 78, 2798), ("deepseek-v3.2", 61, 61, 8070)]
 )
-def test_index_keys_of_published_models_in_fp8_take_these_bytes(
-    name: str, groups: int, layers: int, bytes_per_token: int
-) -> None:
+def test_sizes_of_fp8_index_keys_of_published_models(name: str, groups: int, layers: int, bytes_per_token: int) -> None:
     """132 bytes for each group would be 2,772 and 8,052."""
     shape, tokens = published(name, fp8=True), 128 << 10
     geometry = shape.geometry(page_rows=64)
@@ -144,7 +142,7 @@ def test_no_set_of_resident_contexts_has_more_row_pages_than_the_bound(
 
 def most_row_pages(geometry: Geometry, pages: int) -> int:
     """Tries all combinations of contexts, by dynamic programming over the number of pages."""
-    contexts = {}  # the pages of a context with as many rows as its key pages allow, or fewer: its row pages
+    contexts = {}  # number of pages of a context: the most row pages among them
     for key_pages in range(1, pages):
         for row_pages in range(1, geometry.row_pages(geometry.key_capacity(key_pages)) + 1):
             if key_pages + row_pages <= pages:

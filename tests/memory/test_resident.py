@@ -61,9 +61,7 @@ class PoolWithSeats:
 
 @examples(40)
 @given(page_rows=st.integers(1, 7), seed=st.integers(0, 2**31), data=st.data())
-def test_a_view_reads_the_rows_written_last_if_a_context_was_shortened_and_written_again(
-    page_rows: int, seed: int, data: st.DataObject
-) -> None:
+def test_a_view_reads_the_newest_rows_after_rejections(page_rows: int, seed: int, data: st.DataObject) -> None:
     """After each step, some or all of its rows may be dropped. The next step of the same seat overwrites them."""
     torch.manual_seed(seed)
     pool = PoolWithSeats(page_rows, seats=3)

@@ -62,12 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v32": ("DeepseekV32", DSA_FIELDS | {"num_hidden_layers": 2}),
     "glm_moe_dsa": ("GlmMoeDsa", DSA_FIELDS | {"indexer_types": ["full", "shared", "full"], "attention_bias": True}),
 }
-QUANTISATION = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
-}
+QUANTISATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 FLOAT32 = torch.float32
 BLOCK = 128
 E4M3_MAX = 448.0

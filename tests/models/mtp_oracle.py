@@ -126,7 +126,7 @@ class MtpOracle:
         return [slots.sort().values for slots in best]
 
     def _mlp(self, x: Tensor) -> Tensor:
-        """Routed experts of the best groups, and one shared expert."""
+        """Computes the routed experts of the best groups, and one shared expert."""
         s, moe = self._spec, self._moe
 
         def expert(name: str, of: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ THINKING = {"thinking": True}
 DEEPSEEK = [
     ("one question", {}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜></think>"),
     ("a question to think about", THINKING, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
-    ("the other name", {"enable_thinking": True}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
+    ("the same under its other name", {"enable_thinking": True}, [user("Hi")], "<｜User｜>Hi<｜Assistant｜><think>"),
     (
         "a system message and earlier turns",
         {},
@@ -316,67 +316,6 @@ def test_variables_that_a_request_may_not_set_are_refused(kwargs: dict[str, Any]
 # A template of our own with the features of Jinja that the published templates of GLM-5 to 5.3 use: macros, namespaces,
 # loop controls, ranges, tests for types, methods of strings and objects, members by number, the previous message, and
 # `tojson` with its argument.
-FEATURES = """<start>
-{%- set effort = reasoning_effort if reasoning_effort is defined and reasoning_effort in ['low', 'high'] else 'max' -%}
-{{- '(' + effort | capitalize + ')' -}}
-{%- macro place(role) -%}
-    {%- for k in range(0, messages | length) -%}
-        {%- if messages[k].role == role -%}{{- k -}}{%- break -%}{%- endif -%}
-    {%- endfor -%}
-{%- endmacro -%}
-{%- macro plain(value) -%}
-    {%- if value is none -%}
-    {%- elif value is string -%}{{- value -}}
-    {%- elif value is mapping -%}{{- value.text -}}
-    {%- elif value is iterable -%}{%- for item in value -%}{{- plain(item) -}}{%- endfor -%}
-    {%- else -%}{{- value | string -}}
-    {%- endif -%}
-{%- endmacro -%}
-{%- set found = namespace(question=0, count=0) %}
-{%- for turn in messages[::-1] %}
-    {%- set found.count = found.count + 1 %}
-    {%- if turn.role == 'user' %}
-        {% set found.question = messages | length - found.count -%}
-        {%- break %}
-    {%- endif %}
-{%- endfor %}
-{% for turn in messages %}
-{%- if turn.role == 'developer' or turn['role'] == 'none' %}{% continue %}{% endif -%}
-{{- '[' ~ turn.role ~ ']' if loop.first or messages[loop.index0 - 1].role != turn.role else '+' -}}
-{%- set words = plain(turn.content) ~ place(turn.role) -%}
-{%- if turn.content and turn.content.0.type is defined -%}{{- turn.content.0.type -}}{%- endif -%}
-{%- set thoughts = turn.reasoning_content if turn.reasoning_content is string else '' -%}
-{%- if not thoughts and '</think>' in words -%}
-    {%- set thoughts = words.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') -%}
-    {%- set words = words.split('</think>')[-1].lstrip('\\n') -%}
-{%- endif -%}
-{%- if thoughts and (loop.index0 > found.question or not (clear_thinking is not defined or clear_thinking)) -%}
-(<i>{{ thoughts.strip() }}</i> & more)
-{%- endif -%}
-{{- words.strip() -}}
-{%- for call in turn.tool_calls or [] -%}
-    {%- for key, value in (call.function or call).arguments.items() %}
- {{ key }}={{ value | tojson(ensure_ascii=False) if value is not string else value }}
-    {%- endfor %}
-{%- endfor %}
-{% endfor -%}
-{%- if add_generation_prompt -%}
-<answer>{{- '' if enable_thinking is defined and not enable_thinking else '<think>' -}}
-{%- endif -%}
-"""
-
-
-def test_the_features_of_published_templates_render_as_in_transformers() -> None:
-    with closing(ChatFormat(FEATURES, {}, "features")) as features:
-        for _, kwargs, messages, _ in [
-            *GLM,
-            ("parts", {}, [user("Hi"), user([{"type": "text", "text": "<é>"}, 3])], ""),
-        ]:
-            ours = features.render(messages, ChatOptions(template_kwargs=kwargs))
-            theirs, _ = render_jinja_template(
-                [with_parsed_arguments(messages)], chat_template=FEATURES, add_generation_prompt=True, **kwargs
-            )
-            assert [ours] == theirs and ours.startswith("<start>(Max)[")
 
 
 @pytest.fixture
@@ -393,9 +332,7 @@ def rendered(files: ModelFiles, chat: ChatSettings | None = None) -> str:
         return tokenizer.render_chat([user("Hi")])
 
 
-def test_a_chat_template_file_wins_over_the_models_own_and_this_over_the_built_in_one(
-    bare_model: ModelFiles, tmp_path: Path
-) -> None:
+def test_a_chat_template_file_precedes_the_models_and_the_built_in_one(bare_model: ModelFiles, tmp_path: Path) -> None:
     assert rendered(bare_model) == f"{BOS}<｜User｜>Hi<｜Assistant｜></think>"
     glm = replace(bare_model, spec=replace(bare_model.spec, architecture="glm_moe_dsa"))
     assert rendered(glm) == "[gMASK]<sop><|user|>Hi<|assistant|><think>"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers  # imports its classes lazily
 from harness import SPARSE_FIELDS
+from models.fp8_models import stored_tensors
 from safetensors.torch import load_file, save_file
 
 from hotset.base.errors import CheckpointError, MissingDependency
@@ -46,13 +47,6 @@ def sharded_dir(tmp_path: Path) -> Path:
     )
     assert len(list((tmp_path / "model").glob("*.safetensors"))) > 3
     return tmp_path / "model"
-
-
-def stored_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in directory.glob("*.safetensors"):
-        tensors |= load_file(path)
-    return tensors
 
 
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -109,7 +103,7 @@ def save_deepseek(directory: Path) -> None:
 def test_each_expert_of_a_dsa_checkpoint_loads_under_its_own_name(save: Callable[[Path], None], tmp_path: Path) -> None:
     save(tmp_path)
     loaded = load_everything(tmp_path)
-    assert loaded["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (16, 8)
+    assert loaded["model.layers.1.mlp.experts.3.down_proj.weight"].shape == (16, 24)
     expect_equal(loaded, stored_tensors(tmp_path), torch.float32)
 
 
@@ -275,9 +269,7 @@ def test_a_header_is_read_up_to_the_limit_of_its_size(llama_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "bfloat16"), ("float8_e4m3fn", "float16")])
-def test_without_a_dtype_in_the_config_it_is_that_of_the_weights_as_in_transformers(
-    llama_dir: Path, dtypes: tuple[str, str]
-) -> None:
+def test_a_missing_dtype_is_that_of_the_weights_as_in_transformers(llama_dir: Path, dtypes: tuple[str, str]) -> None:
     def store(tensors: dict[str, torch.Tensor]) -> None:
         for number, name in enumerate(sorted(tensors)):
             tensors[name] = tensors[name].to(getattr(torch, dtypes[number > 0]))
@@ -415,7 +407,7 @@ def test_harmless_unused_tensors_are_ignored_silently(llama_dir: Path, caplog: p
 
 def test_indexers_of_layers_that_reuse_a_selection_are_ignored(tmp_path: Path) -> None:
     save_glm(tmp_path)
-    finish_with(tmp_path, {"model.layers.1.self_attn.indexer.wk.weight": torch.ones(8, 16)})
+    finish_with(tmp_path, {"model.layers.1.self_attn.indexer.wk.weight": torch.ones(16, 16)})
     rewrite(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.indexer.wk.weight"))
     message = refusal_of(lambda: finish_with(tmp_path, {"model.layers.2.self_attn.indexer.wx.weight": torch.ones(8)}))
     assert "model.layers.2.self_attn.indexer.wx.weight" in message

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers  # imports its classes lazily
+from harness import DSA_SIZES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
 from hotset.base.errors import CheckpointError
@@ -21,28 +22,7 @@ from hotset.models.rope import amplitude, inverse_frequencies
 from hotset.models.spec import ModelSpec
 
 MODELS = Path(families.__file__).parents[1]
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-DSA_SIZES = {
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "index_topk": 5,
-    "index_head_dim": 16,
-    "index_n_heads": 3,
-}
+SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -190,11 +170,7 @@ def test_every_absent_field_means_what_it_means_in_transformers(model_type: str,
 
 def test_every_field_that_is_read_is_compared_with_transformers() -> None:
     compared: set[str] = set()
-    known = {
-        *UNKNOWN_TO_TRANSFORMERS,
-        *RopeParameters.__annotations__,
-        *quantisation(FP8),
-    }
+    known = {*UNKNOWN_TO_TRANSFORMERS, *RopeParameters.__annotations__, *quantisation(FP8)}
     for model_type, fields in VARIANTS:
         names = {path.rpartition(".")[2] for path in fields_read({"model_type": model_type, **fields})}
         unknown = names - known - {*dir(transformers.AutoConfig.for_model(model_type))}

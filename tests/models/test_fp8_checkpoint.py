@@ -33,11 +33,7 @@ def open_tensors(folder: Path, tensors: dict[str, Tensor], fp8: bool = True) -> 
     """Writes a checkpoint with these tensors and opens it. With `fp8`, its weights stay in fp8."""
     formats = FP8_CHECKPOINT if fp8 else PLAIN_WEIGHTS
     save_file(tensors, folder / "model.safetensors")
-    return open_weights(
-        ModelFiles(folder, replace(SPECS["llama"], weight_formats=formats)),
-        torch.float32,
-        CPU,
-    )
+    return open_weights(ModelFiles(folder, replace(SPECS["llama"], weight_formats=formats)), torch.float32, CPU)
 
 
 def random_fp8(rows: int, columns: int, seed: int) -> dict[str, Tensor]:
@@ -135,7 +131,7 @@ def check_kept_slice(tensors: dict[str, Tensor], part: TensorSlice | None, befor
 
 @examples(10)
 @given(data=st.data(), before=st.integers(0, 200), **SHAPES)
-def test_any_slice_that_stays_in_fp8_has_the_stored_codes_and_the_scales_of_its_blocks(
+def test_random_slices_that_stay_in_fp8_keep_their_bits(
     data: st.DataObject, before: int, rows: int, columns: int, seed: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     part = data.draw(slices(rows, columns, any_input=False))
@@ -155,16 +151,12 @@ def test_any_slice_that_stays_in_fp8_has_the_stored_codes_and_the_scales_of_its_
         (TensorSlice(1, 128, 290), 64),
     ],
 )
-def test_slices_that_stay_in_fp8_have_the_stored_codes_and_the_scales_of_their_blocks(
-    part: TensorSlice | None, before: int, tmp_path: Path
-) -> None:
+def test_chosen_slices_that_stay_in_fp8_keep_their_bits(part: TensorSlice | None, before: int, tmp_path: Path) -> None:
     check_kept_slice(random_fp8(300, 290, 17), part, before, tmp_path)
 
 
 @pytest.mark.parametrize(("first", "last"), [(64, 128), (0, 100), (128, 200)])
-def test_a_slice_that_divides_a_block_of_inputs_is_refused_with_the_numbers(
-    first: int, last: int, tmp_path: Path
-) -> None:
+def test_a_slice_within_a_block_of_inputs_is_refused_with_the_numbers(first: int, last: int, tmp_path: Path) -> None:
     source = open_tensors(tmp_path, random_fp8(4, 256, 1))
     with pytest.raises(ConfigError) as refusal:
         source.load_weight(NAME, (4, 256), tensor_slice=TensorSlice(1, first, last))
@@ -202,9 +194,7 @@ BAD = {
 
 @pytest.mark.parametrize("keeps_fp8", [True, False])
 @pytest.mark.parametrize("case", BAD)
-def test_damaged_fp8_weights_are_refused_by_file_and_name(
-    case: str, keeps_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_fp8_is_refused(case: str, keeps_fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_tensors, "PIECE_BYTES", 1000)  # a few rows
     changes, words = BAD[case]
     tensors = {name: tensor for name, tensor in (random_fp8(200, 200, 3) | changes).items() if tensor is not None}

@@ -57,7 +57,7 @@ class Fp8Model:
 
     @cached_property
     def whole(self) -> StepResults:
-        """The results of one process."""
+        """Returns the results of one process."""
         source = self.source()
         results = run_steps(build_stages(self.files.spec, source), STEPS)
         source.finish()
@@ -113,9 +113,7 @@ def oracle_logits(model: Fp8Model, ids: Tensor, *, quantised: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), *DSA])
-def test_logits_differ_from_transformers_by_the_quantisation_of_activations_and_nothing_else(
-    family: str, fp8_model: GetModel
-) -> None:
+def test_logits_differ_from_transformers_only_by_quantised_activations(family: str, fp8_model: GetModel) -> None:
     """The oracle is transformers in float64 on the expanded weights, with and without quantised activations.
 
     A code of e4m3 has 3 bits of fraction. Rounding moves a value by at most 2^-4 of itself, or, below 2^-6 scales, by
@@ -171,9 +169,7 @@ def expect_close(found: StepResults, expected: StepResults) -> None:
         *(pytest.param(family, 4, marks=pytest.mark.slow) for family in ("llama", "glm_moe_dsa")),
     ],
 )
-def test_tensor_parallel_ranks_hold_the_stored_bits_and_compute_the_tokens_of_one_process(
-    family: str, ranks: int, fp8_model: GetModel
-) -> None:
+def test_tensor_parallel_ranks_hold_the_stored_bits(family: str, ranks: int, fp8_model: GetModel) -> None:
     model = fp8_model(family)
     sources = [model.source() for _ in range(ranks)]
     found = on_ranks(
@@ -186,9 +182,7 @@ def test_tensor_parallel_ranks_hold_the_stored_bits_and_compute_the_tokens_of_on
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
-def test_data_parallel_ranks_and_stages_hold_the_stored_bits_and_compute_the_tokens_of_one_process(
-    family: str, fp8_model: GetModel
-) -> None:
+def test_data_parallel_ranks_and_stages_hold_the_stored_bits(family: str, fp8_model: GetModel) -> None:
     model = fp8_model(family)
     spec, tokens = model.files.spec, [[step.tokens] * 2 for step in STEPS]
     sources = [model.source() for _ in range(2)]
@@ -250,7 +244,7 @@ def test_a_checkpoint_with_a_layer_of_multi_token_prediction_is_read_as_publishe
 
 
 @pytest.mark.parametrize("plain", ["mlp.up_proj", "mlp.experts.3.up_proj", "self_attn.o_proj"])
-def test_weights_of_one_product_are_expanded_if_they_are_not_all_in_fp8(
+def test_weights_of_one_product_are_expanded_unless_all_are_fp8(
     plain: str, fp8_model: GetModel, tmp_path: Path
 ) -> None:
     model = fp8_model("deepseek_v32")
@@ -348,9 +342,7 @@ def test_published_models_keep_whole_blocks_on_each_of_eight_ranks(name: str) ->
         ({"n_shared_experts": 1}, 4, "256 columns of the shared experts in fp8 blocks of 128 evenly"),
     ],
 )
-def test_ranks_that_would_divide_a_block_of_inputs_are_refused_with_the_sizes_that_work(
-    changes: dict[str, Any], ranks: int, message: str
-) -> None:
+def test_ranks_that_divide_blocks_are_refused_with_advice(changes: dict[str, Any], ranks: int, message: str) -> None:
     config = {"model_type": "deepseek_v32", **FAMILIES["deepseek_v32"][1], **changes}
     check_tensor_parallel(read_spec(config, {}, "config.json"), 2 if ranks > 2 else 1)
     if "blocks" in message:

@@ -12,9 +12,10 @@ import pytest
 import tokenizers
 import torch
 from examples import examples
+from harness import DSA_SIZES
 from hypothesis import given
 from hypothesis import strategies as st
-from models.test_config_reader import DSA_SIZES, SIZES, fields_read
+from models.test_config_reader import SIZES, fields_read
 from tokenizers import models, pre_tokenizers
 
 from hotset.base.config import EngineConfig
@@ -180,9 +181,7 @@ def test_defect_26_absurd_json_is_refused_in_one_line_with_the_file(tmp_path: Pa
         ("num_hidden_layers", 10**9, "num_hidden_layers is 1000000000; supported: a whole number from 1 to 1024"),
     ],
 )
-def test_defect_26_an_absurd_number_is_refused_with_its_field(
-    tmp_path: Path, field: str, value: object, words: str
-) -> None:
+def test_defect_26_absurd_numbers_are_refused_by_field(tmp_path: Path, field: str, value: object, words: str) -> None:
     (tmp_path / "config.json").write_text(dumped(CONFIG | {"model_type": "deepseek_v32", field: value}))
     began = time.process_time()
     with pytest.raises(StartupError) as refusal:
@@ -212,9 +211,7 @@ def tokenizer_refusal(directory: Path) -> str:
 @pytest.mark.parametrize(
     ("pattern", "escaped"), [("(a+)+$", False), ("(a|a)*b", True), (r"(\w+\s?)+;", False), ("((", False)]
 )
-def test_defect_26_a_tokenizer_with_an_exponential_or_broken_pattern_is_refused(
-    tmp_path: Path, pattern: str, escaped: bool
-) -> None:
+def test_defect_26_exponential_or_broken_patterns_are_refused(tmp_path: Path, pattern: str, escaped: bool) -> None:
     path = tokenizer_dir(tmp_path, pattern) / "tokenizer.json"
     if escaped:
         path.write_text(path.read_text().replace('"Regex"', '"\\u0052egex"'))
@@ -222,9 +219,7 @@ def test_defect_26_a_tokenizer_with_an_exponential_or_broken_pattern_is_refused(
     assert ("parenthesis" if pattern == "((" else "retry-limit") in message
 
 
-def test_defect_26_a_tokenizer_that_encodes_too_slowly_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_26_a_slow_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_probe, "CPU_SECONDS", 1)
     assert "did not finish within 1 s" in tokenizer_refusal(tokenizer_dir(tmp_path, "a*a*b"))
 
@@ -264,9 +259,7 @@ def test_a_malformed_tokenizer_is_refused_in_one_line(tmp_path: Path, content: s
     tokenizer_refusal(tmp_path)
 
 
-def test_a_tokenizer_that_is_too_large_is_refused_before_it_is_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tokenizer_too_large_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer_dir(tmp_path, "a")
     monkeypatch.setattr(tokenizer_module, "MAX_TOKENIZER_BYTES", 100)
     assert "has more than 100 B" in tokenizer_refusal(tmp_path)

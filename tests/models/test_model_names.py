@@ -60,9 +60,7 @@ def refusal(model: str) -> str:
         ("xyzzy", "models that exist here: 'embedded', smol-q8.gguf, models/GLM-5.1-tiny"),
     ],
 )
-def test_a_model_that_does_not_exist_is_answered_with_those_that_do(
-    typed: str, answer: str, empty_folder: Path
-) -> None:
+def test_for_a_missing_model_existing_ones_are_suggested(typed: str, answer: str, empty_folder: Path) -> None:
     make_model(empty_folder / "models" / "GLM-5.1-tiny")
     (empty_folder / "smol-q8.gguf").touch()
     (empty_folder / "notes").mkdir()
@@ -124,9 +122,7 @@ def test_only_hub_names_are_looked_up_in_the_cache(name: str, empty_folder: Path
         {"HUGGINGFACE_HUB_CACHE": "/old", "HF_HOME": "/h"},
     ],
 )
-def test_the_cache_is_where_the_tools_of_hugging_face_keep_it(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_where_hugging_face_keeps_it(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

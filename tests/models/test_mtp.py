@@ -173,9 +173,7 @@ def test_sizes_and_plans_count_the_layer(name: str) -> None:
     assert without.device_bytes < worker_weight_bytes(spec, WHOLE_MODEL, 2)
 
 
-def test_a_checkpoint_with_the_layer_is_loaded_with_and_without_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_with_the_layer_loads_with_or_without_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Published checkpoints repeat embedding and LM head in the MTP layer. Only what is used is read."""
     spec = MODELS["deepseek_v32"]
     assert isinstance(spec.attention, MlaSpec) and spec.moe is not None

@@ -103,9 +103,7 @@ vocabs = st.sampled_from([1, 2, 3, 7, 40, SHORTLIST_TOKENS + 90])
 
 @examples(60)
 @given(vocab=vocabs, rng=rngs, n=st.integers(1, 4), steps=st.integers(1, 4))
-def test_tokens_equal_those_of_the_oracle_for_all_parameters(
-    vocab: int, rng: random.Random, n: int, steps: int
-) -> None:
+def test_tokens_equal_the_oracles_for_all_parameters(vocab: int, rng: random.Random, n: int, steps: int) -> None:
     requests = [any_request(rng, vocab) for _ in range(n)]
     sampler = seated(requests, vocab)
     for _ in range(steps):
@@ -211,9 +209,7 @@ def test_a_draw_does_not_depend_on_the_batch(vocab: int, rng: random.Random, n: 
 
 @examples(15)
 @given(vocab=st.sampled_from([3, 40, SHORTLIST_TOKENS + 90]), rng=rngs, preempted_at=st.integers(0, 6))
-def test_a_preempted_request_continues_as_if_it_had_not_been_preempted(
-    vocab: int, rng: random.Random, preempted_at: int
-) -> None:
+def test_a_preempted_request_continues_with_the_same_tokens(vocab: int, rng: random.Random, preempted_at: int) -> None:
     request = any_request(rng, vocab)
     steps = [torch.tensor([any_logits(rng, vocab)]) for _ in range(8)]
 
@@ -396,9 +392,7 @@ def test_a_gpu_draws_the_same_tokens_and_the_host_does_not_wait_for_it(vocab: in
 
 @pytest.mark.parametrize(("n", "constrained"), [(3, [1]), (2, [0, 1]), (70, list(range(0, 70, 2)))])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_masks_exclude_tokens_of_their_own_requests_and_leave_log_probabilities_raw(
-    n: int, constrained: list[int], temperature: float
-) -> None:
+def test_masks_exclude_tokens_and_keep_logprobs_raw(n: int, constrained: list[int], temperature: float) -> None:
     vocab, generator = 45, torch.Generator().manual_seed(n)
     logits = torch.randn(n, vocab, generator=generator)
     before = logits.clone()

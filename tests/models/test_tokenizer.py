@@ -37,7 +37,7 @@ DECORATED_TEMPLATE = """
 {%- for message in messages %}
     {%- if message.role == 'tool' %}{{ raise_exception('no tools ' + message.role) }}{% endif %}
     {%- if loop.index > 10 %}{% break %}{% endif %}
-    {{ bos_token }}{{ message | tojson }}
+    {{ bos_token }}{{ message | tojson }}{{ message | tojson(ensure_ascii=False) }}
     {% generation %}[{{ message.content }}]{% endgeneration %}
 {% endfor %}
 {% if add_generation_prompt %}{{ eos_token }}>{% endif %}
@@ -123,9 +123,7 @@ def streamed(stream: TextStream, token_ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_tokens_and_text_equal_those_of_transformers(
-    smol: Tokenizer, read_back: Tokenizer, oracle: Any, text: str
-) -> None:
+def test_tokens_and_text_equal_transformers(smol: Tokenizer, read_back: Tokenizer, oracle: Any, text: str) -> None:
     ids = smol.encode(text)
     assert ids == oracle.encode(text) == read_back.encode(text)
     assert smol.decode(ids, skip_special=False) == oracle.decode(ids) == text
@@ -198,21 +196,6 @@ def test_a_template_cannot_reach_out_of_its_sandbox(tmp_path: Path) -> None:
         ours.render_chat(CHAT)
 
 
-def test_a_model_without_a_template_refuses_messages(tmp_path: Path) -> None:
-    ours = not_none(from_directory(write_directory(tmp_path)))
-    with pytest.raises(RequestError, match="no chat template"):
-        ours.render_chat(CHAT)
-
-
-def test_damaged_files_are_refused_at_startup(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path, chat_template="{% if %}")
-    with pytest.raises(CheckpointError, match="template is broken"):
-        from_directory(directory)
-    (directory / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        from_directory(directory)
-
-
 def test_a_directory_without_a_tokenizer_has_none(tmp_path: Path, smol_dir: Path) -> None:
     transformers.LlamaConfig().save_pretrained(tmp_path)
     assert from_directory(tmp_path) is None
@@ -262,7 +245,7 @@ WORDS = st.sampled_from(["a", "e\u0301", " ", "  ", "\n", "7", "The", " quick", 
 
 @examples(40)
 @given(words=st.lists(WORDS, max_size=30), repeats=st.sampled_from([1, 50]), data=st.data())
-def test_a_cut_adds_few_tokens(
+def test_cuts_add_few_tokens(
     smol: Tokenizer, spaced: Tokenizer, words: list[str], repeats: int, data: st.DataObject
 ) -> None:
     """Texts are judged by their slices, so the parts of a text must not have many more tokens than the whole."""
@@ -295,9 +278,7 @@ AnyIds = st.lists(
 
 @examples(80)
 @given(token_ids=AnyIds, skip_special=st.booleans())
-def test_the_pieces_of_a_byte_stream_add_up_to_decode(
-    smol: Tokenizer, token_ids: list[int], skip_special: bool
-) -> None:
+def test_byte_streams_add_up_to_decode(smol: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
     expected = smol.decode(token_ids, skip_special=skip_special)
     assert streamed(smol.stream(skip_special=skip_special), token_ids) == expected
 
@@ -309,9 +290,7 @@ def test_the_pieces_of_a_byte_stream_add_up_to_decode(
 )
 @example(token_ids=[262, 259, 263], skip_special=True)  # "a", an empty piece, " a": the space must stay
 @example(token_ids=[262, 3 + 0x41, 3 + 0xE2, 264], skip_special=True)  # an invalid byte makes adjacent bytes invalid
-def test_the_pieces_of_a_window_stream_add_up_to_decode(
-    spaced: Tokenizer, token_ids: list[int], skip_special: bool
-) -> None:
+def test_window_streams_add_up_to_decode(spaced: Tokenizer, token_ids: list[int], skip_special: bool) -> None:
     expected = spaced.decode(token_ids, skip_special=skip_special)
     assert streamed(spaced.stream(skip_special=skip_special), token_ids) == expected
 

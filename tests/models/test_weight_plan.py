@@ -92,9 +92,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("name", "split", "gigabytes"), PUBLISHED)
-def test_the_computed_sizes_of_published_models_are_those_of_the_plan(
-    name: str, split: Split, gigabytes: int | None
-) -> None:
+def test_computed_sizes_of_published_models_equal_the_plan(name: str, split: Split, gigabytes: int | None) -> None:
     path = ROOT / "hotset" / "lab" / "plan" / "configs" / f"{name}.json"
     spec = read_spec(read_json(path), {}, str(path))
     source = dummy_weights(torch.bfloat16, CPU, formats=spec.weight_formats)

@@ -24,8 +24,6 @@ RANDOM = Random()  # seeded by `seed_tokens`
 
 
 class CountingHasher(PageHasher):
-    """Counts the pages that it hashes."""
-
     hashed = 0
 
     def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str, max_pages: int | None = None) -> None:

@@ -243,9 +243,7 @@ def test_keys_that_landed_on_the_host_are_loaded_although_the_policy_has_changed
     ("landing", "peer", "on_device"),
     [("auto", "peer", False), ("auto", "other", True), ("device", "peer", True), ("host", "other", False)],
 )
-def test_rows_avoid_the_device_for_a_peer_that_reaches_it_slowly_unless_the_client_requires_it(
-    landing: LandingChoice, peer: str, on_device: bool
-) -> None:
+def test_rows_avoid_a_device_that_the_peer_reaches_slowly(landing: LandingChoice, peer: str, on_device: bool) -> None:
     scheduler, runner, _, _ = make_cached()
     scheduler.ledger.landing_of_peer["peer"] = LandingPolicy(keys_on_host=True, prefer_host=True)
     prompt = PromptSpec(tuple(range(60, 75)), SamplingParams(seed=0))
@@ -320,7 +318,7 @@ def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str, sal
     assert next_reservation(scheduler, runner).key.request_id == "b"
 
 
-def test_a_prompt_does_not_wait_for_a_landing_that_would_spare_it_little() -> None:
+def test_a_prompt_does_not_wait_for_a_landing_that_would_save_little() -> None:
     """A landing publishes no page before all have arrived, unlike a prompt that is computed here."""
     scheduler, _, _, _ = make_cached()
     prompts = [(*range(2), *range(100 * number, 100 * number + 20)) for number in range(1, 4)]
@@ -391,7 +389,7 @@ def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_w
 
 
 def test_a_full_host_is_no_error_for_a_landing_after_a_prefix() -> None:
-    """Ten pages: the prefix takes four, the rest of the prompt four, the answer two. The other cached pages go."""
+    """Ten pages: four for the prefix, four for the rest of the prompt, two for the answer. Others are evicted."""
     scheduler, runner, _, cache = make_cached(host=10)
     request = landing_after_prefix("a", "host")
     scheduler.add(request)

@@ -22,9 +22,7 @@ DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
 
 @MODES
 @DEPTHS
-def test_a_request_waits_for_the_prefix_that_another_computes_and_then_computes_only_its_own_part(
-    depth: int, mode: TiersMode
-) -> None:
+def test_a_request_waits_for_a_prefix_in_progress_and_computes_only_the_rest(depth: int, mode: TiersMode) -> None:
     loop, shared = Loop(depth, mode), tokens(22)
     loop.add("first", shared + tokens(9))
     loop.add("second", shared + tokens(13))
@@ -53,9 +51,7 @@ def test_a_long_prefix_is_awaited_to_its_end_but_not_what_follows_it(depth: int)
 @pytest.mark.parametrize("seats", [1, 2, 8])
 @pytest.mark.parametrize(("length", "shared"), [(41, 40), (40, 36), (4, 0), (5, 4)])
 @MODES
-def test_several_answers_to_one_prompt_compute_its_shared_part_once(
-    mode: TiersMode, length: int, shared: int, seats: int
-) -> None:
+def test_answers_compute_their_shared_prompt_once(mode: TiersMode, length: int, shared: int, seats: int) -> None:
     loop, prompt = Loop(depth=2, mode=mode, seats=seats), tokens(length)
     for number in range(4):
         loop.add(f"answer {number}", prompt)
@@ -98,9 +94,7 @@ def fail(loop: Loop, request: Request) -> None:
 
 @pytest.mark.parametrize("stop", [park, abort, fail])
 @DEPTHS
-def test_a_request_goes_on_alone_if_the_one_that_computes_its_prefix_stops(
-    depth: int, stop: Callable[[Loop, Request], None]
-) -> None:
+def test_a_request_continues_if_its_prefix_is_abandoned(depth: int, stop: Callable[[Loop, Request], None]) -> None:
     loop, shared = Loop(depth, step_tokens=16), tokens(40)
     first = loop.add("first", shared + tokens(3))
     while len(first.holding.cached) < 4:
@@ -150,9 +144,7 @@ def test_a_request_recomputed_while_it_decodes_starts_from_the_pages_of_its_answ
 @pytest.mark.parametrize("length", [10, 11, 12, 13])
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
 @DEPTHS
-def test_the_next_turn_reuses_the_answer_and_no_row_computed_after_the_end_is_published(
-    depth: int, reason: str, length: int
-) -> None:
+def test_the_next_turn_reuses_the_answer_but_no_row_after_its_end(depth: int, reason: str, length: int) -> None:
     prompt = tokens(length)
     stop = answer_alone(prompt, length + 20)[-1] if reason == "stop" else NO_STOP
     loop = Loop(depth)
@@ -245,9 +237,7 @@ def test_hashing_is_done_once_per_request_and_is_bounded_per_plan() -> None:
     assert hashed == [2 * pages, 2 * pages, 2 * pages, 0]
 
 
-def test_a_long_prompt_is_hashed_in_several_plans_while_others_run_and_in_one_if_none_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_long_prompt_is_hashed_in_several_plans_only_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefixes, "HASHED_TOKENS", 16 * ROWS)
     loop, hashed = Loop(step_tokens=500, device=500, host=500), []
     loop.add("alone", tokens(40 * ROWS))

@@ -85,12 +85,12 @@ class SchedulerMachine(RandomMachine):
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.aborted: set[str] = set()
-        self.reserved: list[Reservation] = []  # reservations that peers have received, of landings that have not ended
+        self.reserved: list[Reservation] = []  # received by peers, for landings that have not ended
         self.given_up: list[Reservation] = []  # reservations of failed landings whose peers may still write
         self.quarantine = False  # whether pages were ever quarantined
         self.lost: set[str] = set()  # requests with a failed landing that is not retried
-        self.withdrawn: set[HandoffKey] = set()
-        # Prompts that peers read from the device: number of announced rows, pages of rows and of index keys.
+        self.cancelled: set[HandoffKey] = set()
+        # Prompts that are sent to peers from the device: number of announced rows, pages of rows and of index keys.
         self.on_device: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         self.announced: dict[str, int] = {}  # number of announced rows of each prompt computed for a peer
         self.first_tokens: dict[str, int] = {}  # first token announced for each of those prompts
@@ -194,7 +194,7 @@ class SchedulerMachine(RandomMachine):
         for _ in range(2):
             first_token = next_token(reservation.prompt.token_ids)
             self.scheduler.complete_landing(reservation.key.request_id, reservation.key.attempt, first_token, None)
-        if reservation.key in self.withdrawn:
+        if reservation.key in self.cancelled:
             self.runner.landed -= self.runner.device_pages(reservation)
 
     @rule(lambda self: self.prompts)
@@ -211,7 +211,7 @@ class SchedulerMachine(RandomMachine):
             self.check_announcements(plan)
         for outgoing in self.scheduler.take_landing_updates():
             if isinstance(outgoing, CancelFetch):
-                self.withdrawn.add(outgoing.key)
+                self.cancelled.add(outgoing.key)
             else:
                 self.check_reservation(outgoing)
                 self.reserved.append(outgoing)

@@ -1,4 +1,4 @@
-"""Steady requests, which plans schedule and commit together: nothing differs from scheduling each alone."""
+"""Steady requests are scheduled and committed together, with the same results as one by one."""
 
 import random
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.lab.plan.capacity import plan_capacity
 from hotset.lab.plan.gpus import Machine
 from hotset.lab.plan.model_configs import find_config
+from hotset.lab.plan.pipeline import SimulatedClock
 from hotset.lab.simulate.prompts import Arrival
-from hotset.lab.simulate.step_clock import FixedCosts, SimulatedClock
+from hotset.lab.simulate.step_clock import FixedCosts
 from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 from hotset.schedule import steady
 from hotset.schedule.request import PlanNumbers, Request

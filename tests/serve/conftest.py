@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from byte_level import byte_level
+from harness import DEMO
 from running_server import RunningServer, serving
-
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],

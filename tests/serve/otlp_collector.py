@@ -13,7 +13,7 @@ Span = dict[str, Any]
 
 
 class Collector:
-    """An HTTP server that decodes what arrives. `statuses` are those of the next answers; then it answers with 200."""
+    """An HTTP server that decodes what arrives. It answers with `statuses`, in order, and then with 200."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -31,7 +31,7 @@ class Collector:
             ]
 
     def wait_for(self, roots: int, trace: str | None = None) -> list[Span]:
-        """Waits for the spans of so many requests, and returns them. `trace` selects those of one trace."""
+        """Waits until the spans of `roots` requests have arrived, and returns all spans. `trace` selects one trace."""
 
         def selected() -> list[Span]:
             return [span for span in self.spans() if trace in (None, span["traceId"])]
@@ -71,7 +71,7 @@ def collector() -> Iterator[tuple[str, Collector]]:
             server.shutdown()
 
 
-def check(spans: list[Span]) -> dict[str, list[Span]]:
+def check_spans(spans: list[Span]) -> dict[str, list[Span]]:
     """Checks ids and times of spans, and returns the children of each request by the id of its root."""
     roots = {span["spanId"]: span for span in spans if span["name"] == "request"}
     children: dict[str, list[Span]] = {span_id: [] for span_id in roots}

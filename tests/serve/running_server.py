@@ -15,6 +15,7 @@ import httpx
 import plain_http
 from idle_connections import with_few_descriptors
 from processes import children_of, is_spawned
+from prometheus_client.parser import text_string_to_metric_families
 from waiting import WAIT_SECONDS, wait_until
 
 STOP_SECONDS = 60
@@ -87,6 +88,16 @@ def serving(
                 process.wait(STOP_SECONDS)
             finally:
                 process.kill()
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """Returns all samples of one scrape. Each name ends with its label values, like `hotset_handoffs_total/landed`."""
+    families = text_string_to_metric_families(plain_http.get(f"{url}/metrics", timeout=30).text)
+    samples = [sample for family in families for sample in family.samples]
+    return {
+        "/".join((sample.name, *(value for _, value in sorted(sample.labels.items())))): sample.value
+        for sample in samples
+    }
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def test_tool_choices_of_responses(choice: Any, expected: Any, offered: list[str
         ([FUNCTION], {"type": "allowed_tools", "mode": "required", "tools": [{"type": "local_shell"}]}),
     ],
 )
-def test_a_choice_that_names_no_tool_is_refused(tools: list[Any], choice: Any) -> None:
+def test_tools_that_are_ambiguous_and_choices_of_unknown_tools_are_refused(tools: list[Any], choice: Any) -> None:
     body = responses(tools=tools, tool_choice=choice)
     with pytest.raises(RequestError, match="tool"):
         tool_use(declared_tools(body.tools or ()), body.tool_choice, parallel=True)
@@ -141,7 +141,7 @@ def test_a_choice_that_names_no_tool_is_refused(tools: list[Any], choice: Any) -
         {"max_output_tokens": 0},
     ],
 )
-def test_what_a_response_cannot_do_is_refused(fields: dict[str, Any]) -> None:
+def test_unsupported_items_and_values_of_responses_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         responses(**fields)
 
@@ -268,12 +268,12 @@ def test_the_model_thinks_only_if_it_is_asked_to() -> None:
         ("hi", {"stop_sequences": [""]}),
     ],
 )
-def test_what_a_message_cannot_do_is_refused(content: Any, fields: dict[str, Any]) -> None:
+def test_unsupported_blocks_and_values_of_messages_are_refused(content: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         messages(user(content), **fields)
 
 
-def test_fields_that_agents_send_without_need_are_accepted() -> None:
+def test_fields_that_agents_send_although_they_change_nothing_are_accepted() -> None:
     messages(
         user("hi"),
         metadata={"user_id": "user_1_session_2"},

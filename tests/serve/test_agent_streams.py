@@ -1,4 +1,4 @@
-"""The streams of /v1/responses and /v1/messages: whatever the answer, their events add up to the whole response."""
+"""The events of a stream of /v1/responses or /v1/messages add up to the whole response, for every answer."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ UNANSWERED = ResponseObject(
 
 
 class PieceReader:
-    """Reads pieces that the test has chosen: one list of them for each delta."""
+    """Returns pieces that the test has chosen, one list for each delta."""
 
     def __init__(self, pieces: list[list[AnswerPiece]]) -> None:
         self._pieces = iter(pieces)
@@ -230,7 +230,7 @@ def test_a_message_says_why_it_ended(reason: str, stop: str | None, asked: int, 
     assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
-# A call that a value breaks, one that is complete, and one that is cut off.
+# A call with an invalid value, a complete call, and a call that is cut off.
 BROKEN: list[list[AnswerPiece]] = [
     [CallBegins(0, "call_0", "look"), CallArguments(0, '{"a": n')],
     [CallBreaks(0, '<tool_call>{"name": "look", "arguments": {"a": n', ""), TextPiece("an}}")],
@@ -250,7 +250,7 @@ def test_a_call_that_breaks_is_shown_as_text_in_a_message() -> None:
     assert message["stop_reason"] == "max_tokens"
 
 
-def test_the_events_of_a_message_show_what_a_call_had_before_it_breaks() -> None:
+def test_the_events_of_a_message_show_a_call_up_to_the_place_where_it_breaks() -> None:
     responder = MessagesResponder(JOB, reader_of(BROKEN), "m", 5, shows_thinking=False)
     events = asyncio.run(streamed(responder, deltas_of(5, "stop")))
     blocks: list[list[str]] = []

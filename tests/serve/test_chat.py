@@ -65,7 +65,7 @@ def stream(app: Starlette, **fields: Any) -> list[ChatCompletionChunk]:
 
 
 def prompt_of(app: Starlette, engine: ScriptedClient, **fields: Any) -> str:
-    """Returns the prompt that a chat request gives the engine, which must also be that of /tokenize."""
+    """Returns the prompt that the engine gets for a chat request. /tokenize must return the same prompt."""
     engine.say("2<end>")
     ask(app, **fields)
     counted = send(app, TOKENIZE, {"messages": QUESTION, **fields})
@@ -161,13 +161,15 @@ def test_reasoning_can_be_left_out(app: Starlette, engine: ScriptedClient) -> No
         ({"messages": [{"role": "developer", "content": "Hi"}]}, "<bos>system: Hi<end>assistant: "),
     ],
 )
-def test_the_fields_of_a_request_decide_about_the_prompt(
+def test_the_fields_of_a_request_determine_the_prompt(
     app: Starlette, engine: ScriptedClient, fields: dict[str, Any], prompt: str
 ) -> None:
     assert prompt_of(app, engine, **fields) == prompt
 
 
-def test_a_message_continued_within_its_reasoning_goes_on_as_reasoning(app: Starlette, engine: ScriptedClient) -> None:
+def test_a_message_that_is_continued_within_its_reasoning_begins_with_reasoning(
+    app: Starlette, engine: ScriptedClient
+) -> None:
     engine.say("dd.</think>2<end>")
     messages = [*QUESTION, {"role": "assistant", "content": "<think>I a"}]
     (choice,) = ask(app, messages=messages, continue_final_message=True).choices

@@ -169,7 +169,7 @@ def test_parallel_calls_and_custom_tools_are_items_of_their_own(openai_client: o
 
 
 class Verdict(pydantic.BaseModel):
-    """An answer of few tokens: the scripted model knows nothing of schemas."""
+    """A schema with short answers: the scripted model needs many tokens for longer ones."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     answer: Literal["yes", "no"]
@@ -218,7 +218,7 @@ def test_reasoning_is_an_item_and_can_be_sent_back(openai_client: openai.OpenAI)
     assert again.output_text == "Hello, world. The end..."
 
 
-def test_what_a_response_cannot_do_is_refused_by_name(openai_client: openai.OpenAI) -> None:
+def test_unsupported_and_oversized_fields_of_a_response_are_refused_by_name(openai_client: openai.OpenAI) -> None:
     for asked, fields, param in ((ASK, {"background": True}, "background"), ("a" * 140_000, {}, "input")):
         with pytest.raises(openai.BadRequestError) as refused:
             respond(openai_client, asked, **fields)
@@ -294,7 +294,7 @@ def test_a_message_says_why_it_ended(claude: Any) -> None:
     assert message(claude, "Hi", max_tokens=1 << 20).stop_reason == "end_turn", "the context limits the answer, too"
 
 
-def test_a_line_that_differs_in_every_request_does_not_hide_the_prefix(claude: Any) -> None:
+def test_a_billing_line_that_differs_in_every_request_does_not_prevent_reuse_of_the_prefix(claude: Any) -> None:
     kind = {"type": "text", "text": "Be kind. " * 40}
     for hashed in ("abcde", "fghij"):
         billing = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={hashed};"}

@@ -1,5 +1,5 @@
-"""An HTTP server limits its connections and the time that a client takes to send or to read, and cuts no answer that
-takes long by right."""
+"""An HTTP server limits its connections and the time that a client takes to send or to read. It does not cut answers
+that the engine takes long to compute."""
 
 import asyncio
 import errno
@@ -83,7 +83,7 @@ class Server:
     loop: asyncio.AbstractEventLoop
 
     def unsent(self) -> tuple[int, int]:
-        """Returns the bytes that the only connection has to send: those in the server, and these with the kernel's."""
+        """Returns how many bytes of the only connection are unsent: in the server, and in server and kernel."""
         protocol = next(iter(self.http.server_state.connections), None)
         if not isinstance(protocol, LimitedProtocol):
             return 0, 0
@@ -215,7 +215,7 @@ def test_a_client_that_sends_nothing_is_disconnected() -> None:
         assert read_all(client) == b""
 
 
-def test_the_time_limits_cut_neither_long_answers_nor_an_idle_connection_between_two_requests() -> None:
+def test_time_limits_end_neither_long_answers_nor_connections_that_are_idle_between_two_requests() -> None:
     with running(send_seconds=LIMIT_SECONDS) as server, ExitStack() as clients:
         pool = clients.enter_context(ThreadPoolExecutor(2))
         connections = [clients.enter_context(server.connect()) for _ in range(2)]
@@ -234,7 +234,7 @@ def test_a_client_that_stops_reading_is_disconnected_and_holds_little_memory() -
 
 
 @pytest.mark.slow
-def test_a_slow_reader_that_goes_on_reading_is_not_cut() -> None:
+def test_a_slow_reader_that_continues_to_read_is_not_disconnected() -> None:
     with running(send_seconds=2.0) as server, server.connect_slow_reader() as client:
         deadline = time.monotonic() + 6.0
         while time.monotonic() < deadline:
@@ -346,7 +346,7 @@ class NoProcess(EngineProcess):
 def test_a_host_beyond_loopback_without_a_key_is_warned_about(
     program: str, api_key: str | None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "free_descriptors", lambda: 0)  # so that neither of them starts
+    monkeypatch.setattr(connections, "free_descriptors", lambda: 0)  # so that neither program starts
     process, listener = NoProcess(), socket.socket()
     with pytest.raises(ConfigError):
         if program == "server":

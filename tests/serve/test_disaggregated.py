@@ -1,34 +1,31 @@
 """`hotset serve --disaggregate` answers like one server, and no process outlives the command.
 
-The decode worker is that one server: it computes the prompt of a request that names no prefill worker itself.
+The decode worker acts as the one server: if a request names no prefill worker, it computes the prompt itself.
 """
 
 import asyncio
 import itertools
-import json
 import random
 import re
 import signal
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import plain_http
 import pytest
 import zmq.asyncio
+from harness import DEMO
 from listening import listening
 from processes import descendants_of, wait_until_ended
-from prometheus_client.parser import text_string_to_metric_families
-from running_server import RunningServer, serving
+from running_server import RunningServer, metrics_of, serving
 from waiting import until, wait_until
 
 from hotset.fleet.kv_events.subscriber import KvEventSubscriber
 from hotset.serve.page_marks import PAGE_MARKS_HEADER, parse_page_marks
 from hotset.serve.prefill_header import prefill_headers
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 SIZES = ["--device", "cpu", "--device-kv-tokens", "4096", "--host-kv-tokens", "8192", "--max-num-batched-tokens", "256"]
 TEXT = "/v1/completions"
 SECRET = "at-least-16-characters"
@@ -68,7 +65,7 @@ def prompt_of(length: int) -> list[int]:
 
 
 def post(url: str, path: str = TEXT, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
-    """Sends a request. Its salt is new, so that no worker finds in its cache what an earlier request has left there."""
+    """Sends a request with a new salt, so that no worker finds pages of earlier requests in its cache."""
     body = {"model": "demo-dsa", "cache_salt": next(SALTS), **fields}
     return plain_http.post(url + path, json=body, headers=headers, timeout=120)
 
@@ -126,21 +123,10 @@ def test_log_probabilities_of_a_prompt_equal_those_of_one_server(
 def test_stream_equals_that_of_one_server(server: RunningServer, decode: str) -> None:
     received = []
     for url in (decode, server.url):
-        answer = post(url, prompt=prompt_of(300), stream=True, **ANSWER)
-        *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        *events, last = plain_http.events_of(post(url, prompt=prompt_of(300), stream=True, **ANSWER))
         assert last == "[DONE]"
-        received.append([json.loads(event)["choices"] for event in events])
+        received.append([event["choices"] for event in events])
     assert received[0] == received[1] and len(received[0]) > 1
-
-
-def metrics_of(url: str) -> dict[str, float]:
-    text = plain_http.get(f"{url}/metrics", timeout=30).text
-    families = text_string_to_metric_families(text)
-    return {
-        "/".join((sample.name, *sample.labels.values())): sample.value
-        for family in families
-        for sample in family.samples
-    }
 
 
 def test_metrics_count_prefilled_tokens_and_transferred_bytes(server: RunningServer, prefill: str, decode: str) -> None:
@@ -262,8 +248,7 @@ def test_sigint_drains_in_order_and_leaves_no_process(server: RunningServer) -> 
     assert len(pids) >= 5, "there must be two workers, an engine for each, and a router"
     with plain_http.stream("POST", server.url + TEXT, json=body, timeout=60) as stream:
         server.process.send_signal(signal.SIGINT)
-        *_, last = [line for line in stream.iter_lines() if line]
-    assert last == "data: [DONE]"
+        assert plain_http.events_of(stream)[-1] == "[DONE]"
     assert server.process.wait(90) == 0
     wait_until_ended(pids)
     stopped = re.findall(r"\[(\w+)[^]]*\].*shutting down: requests in flight", server.log())

@@ -1,4 +1,4 @@
-"""Prompts and answers are put together exactly: texts and offsets of echoed prompts, truncation, special tokens."""
+"""Echoed prompts and answers have exact texts and offsets. Prompts are truncated, and get special tokens."""
 
 import asyncio
 import operator
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from byte_level import BYTES, byte_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
@@ -38,16 +39,11 @@ PIECES = ["a", "b", " a", " b", "é", "€", " €", "🦊", "ab"]
 
 
 @cache
-def byte_level() -> Tokenizer:
-    """A tokenizer whose tokens are bytes, and some strings of them that end within a character."""
-    letters = pre_tokenizers.ByteLevel.alphabet()
+def bytewise() -> Tokenizer:
+    """A tokenizer whose tokens are bytes, and some strings of bytes that end within a character."""
     to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words = [to_letters.pre_tokenize_str(piece)[0][0] for piece in PIECES]
-    vocabulary = list(dict.fromkeys([*sorted(letters), *words, words[5][:2], words[5][1:], "a" + words[7][:1]]))
-    backend = Backend(models.BPE({word: number for number, word in enumerate(vocabulary)}, []))
-    backend.pre_tokenizer = to_letters
-    backend.decoder = decoders.ByteLevel()
-    return finished(backend)
+    return finished(byte_level(list(dict.fromkeys([*BYTES, *words, words[5][:2], words[5][1:], "a" + words[7][:1]]))))
 
 
 @cache
@@ -67,7 +63,7 @@ def finished(backend: Backend) -> Tokenizer:
     return Tokenizer(TokenizerParts(backend, {"bos_token": BOS}, True, (), None, "test"))
 
 
-TOKENIZERS = {"byte level": byte_level, "spaced": spaced}
+TOKENIZERS = {"byte level": bytewise, "spaced": spaced}
 
 
 def columns(tokens: int) -> LogprobColumns:
@@ -170,12 +166,12 @@ def service_of(tokenizer: Tokenizer) -> Service:
 
 
 def prompt_of(**fields: Any) -> list[int]:
-    (prompt,) = asyncio.run(_prompts(service_of(byte_level()), CompletionRequest(model="m", **fields)))
+    (prompt,) = asyncio.run(_prompts(service_of(bytewise()), CompletionRequest(model="m", **fields)))
     return prompt
 
 
 def test_special_tokens_are_added_to_texts_unless_the_client_declines_them() -> None:
-    (bos,) = byte_level().special_ids
+    (bos,) = bytewise().special_ids
     plain = prompt_of(prompt="ab", add_special_tokens=False)
     assert bos not in plain and prompt_of(prompt="ab") == [bos, *plain]
     assert prompt_of(prompt=plain, add_special_tokens=True) == plain, "nothing is added to token ids"
@@ -220,8 +216,8 @@ class ThreadRecorder:
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])
 def test_log_probabilities_of_prompts_are_formatted_outside_the_event_loop(prompt_logprobs: int | None) -> None:
-    """This is for streams. test_long_logprobs.py has whole answers."""
-    tokenizer, prompt = byte_level(), [1, 2, 3]
+    """This test has a stream. test_long_logprobs.py has whole answers."""
+    tokenizer, prompt = bytewise(), [1, 2, 3]
     params = SamplingParams(seed=0, prompt_logprobs=prompt_logprobs)
     formatter = ThreadRecorder()
     job = GenerationJob("id", [prompt], params, stream=True)

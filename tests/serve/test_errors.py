@@ -1,5 +1,5 @@
-"""Errors as responses and in the access log: status, escaping of text, the reason of every error in few lines, and
-neither secrets nor forged lines."""
+"""Errors become responses and lines of the access log, with their status and reason, and with escaped text. The log has
+neither secrets nor forged lines, and few lines if there are many errors."""
 
 import asyncio
 import json

@@ -75,7 +75,7 @@ async def test_the_next_thread_is_for_the_client_with_the_fewest_jobs() -> None:
         tasks = [jobs.begin(client, f"{client}{number}") for number, client in enumerate(clients)]
         assert {await jobs.next_started() for _ in range(4)} == {"a0", "a1", "b2", "b3"}
         jobs.end("b2")
-        assert await jobs.next_started() == "c5"  # a, which has waited longer, has two threads, and b has one
+        assert await jobs.next_started() == "c5"  # a has waited longer, but it has two threads, and b has one
         jobs.end("b3")
         assert await jobs.next_started() == "b6"
         jobs.close()
@@ -127,7 +127,7 @@ async def test_a_job_that_waits_too_long_is_refused_and_does_not_run(monkeypatch
 
 
 class Client(str):
-    """The name of a client, of which the tests see when it is forgotten."""
+    """The name of a client. A weak reference shows when the queue has forgotten it."""
 
 
 @in_event_loop

@@ -65,7 +65,7 @@ def test_hints_are_dropped_whatever_their_value(value: Any) -> None:
     assert implemented_fields({"prompt": "a", **dict.fromkeys(IGNORED, value)}, {"prompt"}) == {"prompt": "a"}
 
 
-def test_values_that_ask_for_nothing_are_dropped_and_others_are_refused_with_advice() -> None:
+def test_neutral_values_are_dropped_and_others_are_refused_with_advice() -> None:
     for name, entry in UNSUPPORTED.items():
         for value in (None, *entry.values):
             assert implemented_fields({name: value}, ()) == {}
@@ -105,13 +105,13 @@ def test_a_misspelt_field_is_refused_with_the_nearest_one(misspelt: str, meant: 
 
 
 @pytest.mark.parametrize("name", ["zzzz", "", "temperature" * 1000, "\ud800"], ids=lambda name: repr(name[:12]))
-def test_a_name_that_is_near_to_no_field_is_refused_with_the_place_of_the_list(name: str) -> None:
+def test_a_name_unlike_every_field_is_refused_with_a_link_to_the_list(name: str) -> None:
     with pytest.raises(UnsupportedField, match=re.escape(LIST)):
         implemented_fields({name: 1}, ChatRequest.model_fields)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED_IN_MESSAGES)
-def test_keys_of_messages_that_would_change_the_answer_are_refused_unless_they_ask_for_nothing(name: str) -> None:
+def test_keys_of_messages_that_would_change_the_answer_are_refused_unless_their_values_are_neutral(name: str) -> None:
     entry = UNSUPPORTED_IN_MESSAGES[name]
     for value in (None, *entry.values):
         ChatMessage.model_validate({"role": "assistant", "content": "a", name: value})
@@ -140,7 +140,7 @@ def unsupported_rows() -> list[str]:
 
 
 def test_the_document_has_the_rows_of_the_table() -> None:
-    """If this fails, replace the rows in docs/api.md by those of the two functions above."""
+    """If this fails, replace the rows in docs/api.md by the results of the two functions above."""
     document = (DOCS / "api.md").read_text()
     for heading, expected in (
         ("| field | why |\n|---|---|\n", ignored_rows()),

@@ -36,7 +36,7 @@ def workers_of(engine: int) -> list[int]:
 
 
 def wait_for_503(server: RunningServer) -> dict[str, Any]:
-    """Waits until /health reports an error. Each answer must come at once, though the engine does not run."""
+    """Waits until /health reports an error. It must answer at once each time, although the engine does not run."""
     answers: list[httpx.Response] = []
 
     def reports_an_error() -> bool:
@@ -108,7 +108,7 @@ def test_a_stopped_worker_of_an_engine_ends_the_server_with_1(tiny_model: str, t
 
 
 @pytest.mark.slow
-def test_long_steps_on_a_busy_machine_are_not_taken_for_hung_ones(tiny_model: str, tmp_path: Path) -> None:
+def test_long_steps_on_a_busy_machine_do_not_count_as_hung(tiny_model: str, tmp_path: Path) -> None:
     flags = ["--step-timeout", "2", "--max-num-batched-tokens", "8192", "--load-format", "dummy", "--device", "cpu"]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
     try:

@@ -24,7 +24,7 @@ import plain_http
 import pytest
 from idle_connections import DESCRIPTORS, exchange, health_seconds, many_idle_connections
 from processes import pause
-from running_server import API_KEY, ORIGIN, RunningServer, error_of, serving
+from running_server import API_KEY, ORIGIN, RunningServer, error_of, metrics_of, serving
 from waiting import wait_until
 
 from hotset.serve.app import IDLE_ENGINE_SECONDS
@@ -83,8 +83,10 @@ def disconnecting(server: RunningServer, body: dict[str, Any]) -> Iterator[None]
 
 @contextmanager
 def full_seats(server: RunningServer, http: httpx.Client, waiting: int) -> Iterator[ExitStack]:
-    """Occupies all seats, and lets a request with `waiting` choices wait. The seats are free at the end of the block or
-    of the stack that is yielded. The waiting request must then be answered."""
+    """Occupies all seats, and lets a request with `waiting` choices wait.
+
+    When the block ends or the yielded stack is closed, the seats become free, and the waiting request must be answered.
+    """
     with ThreadPoolExecutor(1) as threads:
         with ExitStack() as streams:
             running = start_long_answer(http, streams, n=SEATS)
@@ -104,21 +106,19 @@ def assert_rejected(answer: httpx.Response, message: str) -> None:
     assert message in error["message"] and error["message"].endswith(f"; try again in {seconds} s")
 
 
-def finished(server: RunningServer, reason: str) -> float:
-    """Returns the number of choices that ended for this reason."""
-    text = plain_http.get(f"{server.url}/metrics", timeout=30).text
-    return sum(map(float, re.findall(rf'^hotset_requests_finished_total\{{reason="{reason}"\}} (\S+)$', text, re.M)))
-
-
 @contextmanager
 def must_abort(server: RunningServer, num_choices: int) -> Iterator[None]:
     """Checks that this many choices are aborted in the block, that none ends by its length, and that nothing is held
     afterwards."""
-    before = {reason: finished(server, reason) for reason in ("abort", "length")}
+    before = metrics_of(server.url)
     yield
     assert_nothing_is_held(server)
-    assert finished(server, "abort") - before["abort"] == num_choices
-    assert finished(server, "length") == before["length"], "the disconnect must end the request, not its last token"
+    aborted, ended = (
+        metrics_of(server.url).get(name, 0) - before.get(name, 0)
+        for name in ("hotset_requests_finished_total/abort", "hotset_requests_finished_total/length")
+    )
+    assert aborted == num_choices
+    assert ended == 0, "the disconnect must end the request, not its last token"
 
 
 def assert_nothing_is_held(server: RunningServer) -> None:
@@ -268,7 +268,9 @@ def test_choices_that_overfill_the_queue_get_429_unless_the_queue_is_empty(
     assert http.post(TEXT, json=SHORT).status_code == 200
 
 
-def test_the_openai_client_waits_as_told_and_then_succeeds(server: RunningServer, http: httpx.Client) -> None:
+def test_the_openai_client_waits_for_the_retry_after_time_and_then_succeeds(
+    server: RunningServer, http: httpx.Client
+) -> None:
     attempts: list[tuple[int, float, str]] = []  # status, time and Retry-After of each answer
 
     def on_answer(answer: Any) -> None:
@@ -342,7 +344,7 @@ def test_metrics_do_not_wait_for_a_running_step(server: RunningServer, http: htt
         reported = wait_until(lambda: server.gauge("hotset_tokens_generated_total") > before + 1)
         assert reported, "the engine must report statistics while it works"
         engine = server.engine_pid()
-        pause(engine)  # its step now takes long
+        pause(engine)  # from now on its step takes long
         try:
             server.gauge("hotset_steps_total")  # reports that were on their way have arrived
             times, stopped_at = [time.monotonic()], []

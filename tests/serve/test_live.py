@@ -48,7 +48,7 @@ def snapshot(request_id: str, phase: str = "decode", rows: int = 1, **fields: An
 
 
 def replayed(messages: Sequence[Json]) -> tuple[dict[str, Json], dict[str, Json], list[Json]]:
-    """Returns what a page knows after these messages: open requests, ended requests and samples."""
+    """Returns the state of a page after these messages: open requests, ended requests and samples."""
     requests: dict[str, Json] = {}
     ended: dict[str, Json] = {}
     samples: list[Json] = []
@@ -70,7 +70,7 @@ async def next_message(lines: AsyncIterator[bytes]) -> Json:
 
 
 @in_event_loop
-async def test_a_page_that_reads_deltas_knows_what_one_knows_that_opens_now() -> None:
+async def test_a_page_that_has_read_all_deltas_has_the_same_state_as_a_page_that_opens_now() -> None:
     bench, live = Bench(33, 120, tiers="auto", seats=3, step_tokens=9), make_live()
     async with aclosing(live.feed.watch()) as lines:
         messages = [await next_message(lines)]
@@ -168,21 +168,21 @@ def test_history_requests_stories_and_snapshots_are_bounded(monkeypatch: pytest.
 
 
 @in_event_loop
-async def test_a_watcher_that_does_not_read_gets_the_whole_state_and_holds_nobody_up() -> None:
+async def test_a_watcher_that_does_not_read_delays_nobody_and_gets_the_whole_state_later() -> None:
     feed = Feed(lambda: {"hello": {}}, dict)
     async with aclosing(feed.watch()) as slow:
         assert "hello" in await next_message(slow)
         waiting = asyncio.create_task(next_message(slow))  # it reads only when this task runs
         for number in range(10 * MAX_BEHIND):
             feed.publish({"number": number})
-        assert "hello" in await waiting, "it must learn what it has missed, and nothing twice"
+        assert "hello" in await waiting, "it must get what it has missed, and nothing twice"
         feed.publish({"number": "newest"})
         assert (await next_message(slow))["number"] == "newest"
     assert not feed.watched
 
 
 @in_event_loop
-async def test_streams_beat_and_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_send_heartbeats_and_end_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "HEARTBEAT_SECONDS", 0.01)
     feed = Feed(lambda: {"hello": {}}, lambda: {"failure": "it has died"})
     async with aclosing(feed.watch()) as lines:
@@ -194,7 +194,7 @@ async def test_streams_beat_and_end_with_the_server(monkeypatch: pytest.MonkeyPa
 
 
 @in_event_loop
-async def test_a_new_stream_replaces_the_one_that_has_been_open_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_new_stream_replaces_the_oldest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed(lambda: {"hello": {}}, dict)
     streams = [feed.watch() for _ in range(MAX_WATCHERS)]
     for stream in streams:

@@ -64,7 +64,7 @@ def test_one_request_has_at_most_two_million_log_probabilities(
     assert caught.value.param == field and MAX_LOGPROBS_OF_REQUEST == 2_000_000
 
 
-def test_entries_of_answers_are_those_that_were_added() -> None:
+def test_log_probabilities_of_an_answer_are_returned_as_they_were_added() -> None:
     first, second = {5: (-0.5, 1), 7: (-3.0, 9)}, {1: (-2.0, 2)}
     logprobs = AnswerLogprobs([first])
     logprobs.extend(AnswerLogprobs([second, first]))
@@ -167,7 +167,9 @@ def test_a_large_answer_is_sent_in_pieces_that_a_thread_formats_and_choices_shar
     assert len(bodies) > 3 and max(map(len, bodies)) < PIECE_BYTES + 1000
     whole = json.loads(b"".join(bodies))
     lists = [whole["prompt_logprobs"]] if endpoint == "chat" else [each["prompt_logprobs"] for each in whole["choices"]]
-    assert all(len(entries) == tokens and entries == lists[0] for entries in lists), "one of both is kept"
+    assert all(len(entries) == tokens and entries == lists[0] for entries in lists), (
+        "the choices share the log-probabilities of their prompt"
+    )
     assert [choice["index"] for choice in whole["choices"]] == [0, 1]
     assert names and all(name.startswith("hotset-text") for name in names)
 

@@ -1,4 +1,4 @@
-"""The metrics of vLLM are derived from ours: with its names, types, labels and buckets, and with our values. The
+"""Metrics of vLLM are derived from ours. They have the names, types, labels and buckets of vLLM, and our values. The
 queries of the Grafana dashboard name metrics that exist.
 """
 

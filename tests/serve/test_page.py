@@ -25,7 +25,8 @@ import httpx
 import plain_http
 import pytest
 from browser import CHROMIUM, browser
-from otlp_collector import Collector, attributes_of, check, collector
+from harness import DEMO
+from otlp_collector import Collector, attributes_of, check_spans, collector
 from processes import children_of, command_line
 from pseudo_terminal import run_on_terminal
 from running_server import API_KEY, RunningServer, error_of, serving
@@ -37,7 +38,6 @@ from hotset.cli import app, main
 from hotset.serve.app import create_app
 from hotset.serve.page import page_response
 
-DEMO = str(Path(__file__).parents[2] / "models" / "demo-dsa")
 TRACE_ID, PARENT_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium-headless-shell")
 
@@ -135,7 +135,7 @@ def test_the_page_is_public_and_its_data_needs_the_key_and_shows_a_request(serve
 
 
 @in_event_loop
-async def test_no_page_means_no_data() -> None:
+async def test_without_the_page_its_data_are_not_served_either() -> None:
     client: Any = SimpleNamespace(model=SimpleNamespace(name="m"))
     transport = httpx.ASGITransport(app=create_app(client, ServeConfig(page=False)))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
@@ -178,7 +178,7 @@ def plain(output: str) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
 
 
-def test_top_prints_once_and_names_what_is_wrong(
+def test_top_prints_one_frame_on_request_and_an_error_in_one_line(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
@@ -206,7 +206,7 @@ def test_a_request_over_http_becomes_a_trace_within_that_of_its_client(
     assert answer.status_code == 200
     collector = collected[1]
     spans = collector.wait_for(2, TRACE_ID)
-    children = check(spans)
+    children = check_spans(spans)
     roots = [span for span in spans if span["name"] == "request"]
     assert [root["parentSpanId"] for root in roots] == [PARENT_ID] * 2
     for root in roots:
@@ -220,17 +220,8 @@ def test_a_request_over_http_becomes_a_trace_within_that_of_its_client(
 
 @pytest.fixture(scope="module")
 def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    sizes = [
-        "--device-kv-tokens",
-        "3000",
-        "--host-kv-tokens",
-        "20000",
-        "--max-num-seqs",
-        "8",
-        "--max-model-len",
-        "4096",
-    ]
-    with serving(tmp_path_factory.mktemp("demo"), DEMO, "--device", "cpu", *sizes) as server:
+    sizes = "--device-kv-tokens 3000 --host-kv-tokens 20000 --max-num-seqs 8 --max-model-len 4096"
+    with serving(tmp_path_factory.mktemp("demo"), DEMO, "--device", "cpu", *sizes.split()) as server:
         yield server
 
 
@@ -341,12 +332,6 @@ def test_the_page_asks_for_the_key(server: RunningServer, tmp_path: Path) -> Non
         assert page.evaluate("document.documentElement.dataset.theme") == "dark"
 
 
-def events_of(stream: httpx.Response) -> list[Any]:
-    """Returns all events of a stream, parsed except for [DONE]."""
-    data = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    return [event if event == "[DONE]" else json.loads(event) for event in data]
-
-
 def test_sigterm_drains_running_requests_and_exits_with_0(server: RunningServer) -> None:
     """This is the last test of this file, because it ends the shared server."""
     key = {"Authorization": f"Bearer {API_KEY}"}
@@ -361,11 +346,11 @@ def test_sigterm_drains_running_requests_and_exits_with_0(server: RunningServer)
         assert "hello" in next(messages)
         server.process.send_signal(signal.SIGTERM)
         assert not any("hello" in message for message in messages), "an open page must not delay the end"
-        finished = events_of(short)
+        finished = plain_http.events_of(short)
         assert finished[-1] == "[DONE]" and finished[-2]["choices"][0]["finish_reason"] == "length"
         assert wait_until(lambda: plain_http.refuses_connections(server.url))
         assert server.process.poll() is None, "the server must refuse new connections while it drains"
         # A stream that outlasts the drain ends with an error event.
-        assert events_of(endless)[-1]["error"]["code"] == "engine_stopped"
+        assert plain_http.events_of(endless)[-1]["error"]["code"] == "engine_stopped"
         assert server.process.wait(90) == 0
         assert "Traceback" not in server.log()

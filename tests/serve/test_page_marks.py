@@ -67,7 +67,7 @@ class FakeFormatter:
 
 @pytest.fixture
 def busy_threads() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
-    """A thread that does nothing until the event is set, and then what was asked of it meanwhile."""
+    """Yields a pool whose only thread waits for an event before it runs anything, and this event."""
     free = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(free.wait)
@@ -77,7 +77,7 @@ def busy_threads() -> Iterator[tuple[ThreadPoolExecutor, threading.Event]]:
             free.set()
 
 
-def begun(
+def send_request(
     service: Service, *, stream: bool = False, name: str = "r"
 ) -> tuple[asyncio.Task[Response], Callable[[], None]]:
     """Sends a request. Returns the task that responds, and a function that disconnects the client."""
@@ -101,12 +101,12 @@ async def test_requests_whose_marks_are_not_computed_yet_count_as_waiting(
     threads, free = busy_threads
     client: Any = FakeClient()
     service = Service(client, ServeConfig(max_queue=2), text_threads=threads)
-    first, _ = begun(service, stream=stream)
+    first, _ = send_request(service, stream=stream)
     await until(lambda: client.waiting == 1)
-    second, disconnect = begun(service, stream=stream)
+    second, disconnect = send_request(service, stream=stream)
     await until(lambda: client.waiting == 2)
     with pytest.raises(QueueFull):
-        await begun(service, stream=stream)[0]
+        await send_request(service, stream=stream)[0]
     disconnect()
     with pytest.raises(ClientDisconnect):
         await second
@@ -126,7 +126,7 @@ async def test_a_client_that_disconnects_between_the_first_token_and_the_header_
     client: Any = FakeClient()
     client.start.set()
     service = Service(client, ServeConfig(), text_threads=busy_threads[0])
-    response, disconnect = begun(service, stream=True, name="endless")
+    response, disconnect = send_request(service, stream=True, name="endless")
     await until(lambda: service.load.queue.present == 0 and client.open == 1)  # the first token has arrived
     disconnect()
     with pytest.raises(ClientDisconnect):

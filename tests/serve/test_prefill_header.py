@@ -1,4 +1,4 @@
-"""Which prefill worker a decode worker accepts from the headers of a request."""
+"""A decode worker accepts only some prefill workers from the headers of a request."""
 
 import pytest
 

@@ -5,7 +5,6 @@ These tests are in one file because they share one server.
 
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,9 +20,8 @@ import schemathesis
 from examples import times
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from listening import listening
-from processes import children_of, descendants_of
-from prometheus_client.parser import text_string_to_metric_families
-from running_server import ORIGIN, RunningServer, error_of, serving
+from processes import children_of, descendants_of, resident_mib
+from running_server import ORIGIN, RunningServer, error_of, metrics_of, serving
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import positive_data_acceptance
 from schemathesis.schemas import BaseSchema
@@ -61,7 +59,7 @@ METRICS = {  # every scrape contains these metrics
     "hotset_time_to_first_token_seconds_count",
     "hotset_inter_token_seconds_count",
 }
-ANSWERED = 'hotset_http_requests_total{"endpoint": "/v1/completions", "status": "%s"}'
+ANSWERED = f"hotset_http_requests_total/{TEXT}/%s"
 BOUNDED = settings(
     max_examples=40,
     derandomize=True,
@@ -218,7 +216,7 @@ def test_the_error_names_the_invalid_field(
         assert param[:64] in error["message"]
 
 
-# What clients send although it asks for nothing, by the client. The bodies of benchmarks are those of their sources.
+# Fields that clients send although they change nothing. The bodies of benchmarks are taken from their sources.
 ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"user": "me", "metadata": {}, "store": False, "service_tier": "auto", "parallel_tool_calls": True,
             "reasoning_effort": "low", "verbosity": "low", "safety_identifier": "x", "prompt_cache_key": "x"}),
@@ -304,12 +302,12 @@ def test_head_answers_like_get_without_a_body(http: httpx.Client, path: str) -> 
 
 
 def test_paths_may_end_with_slashes(server: RunningServer, http: httpx.Client) -> None:
-    before = samples(server)[ANSWERED % 200]
+    before = metrics_of(server.url)[ANSWERED % 200]
     for path in ("/v1/models/", "/v1/models/tiny/", "/health/", "/version//", "/docs/"):
         assert http.get(path).status_code == 200
     for path in VALID:
         assert http.post(f"{path}/", json=VALID[path]).status_code == 200
-    assert samples(server)[ANSWERED % 200] == before + 1, "metrics count both forms as one endpoint"
+    assert metrics_of(server.url)[ANSWERED % 200] == before + 1, "metrics count both forms as one endpoint"
 
 
 def test_the_id_of_a_request_is_returned_and_logged_and_an_invalid_one_is_replaced(
@@ -386,18 +384,9 @@ def test_the_error_for_a_prompt_longer_than_the_context_names_both_lengths(http:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-def resident_mib(pid: int) -> float:
-    """Returns the resident memory of a process and its children, which here have none themselves."""
-    return sum(map(resident_kib, (pid, *children_of(pid)))) / 1024
-
-
-def resident_kib(pid: int) -> int:
-    """Returns the resident memory of a process, 0 if it has ended."""
-    try:
-        found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    except OSError:
-        return 0
-    return int(found[1]) if found else 0
+def memory_of(server: RunningServer) -> float:
+    """Returns the resident memory, in MiB, of the server's process and of its children. Here these have no children."""
+    return sum(map(resident_mib, (server.process.pid, *children_of(server.process.pid))))
 
 
 def cpu_seconds(pid: int) -> float:
@@ -409,8 +398,8 @@ def cpu_seconds(pid: int) -> float:
 def longest_health_delay(server: RunningServer, http: httpx.Client, requests: "list[Future[Any]]") -> float:
     """Requests /health again and again until all requests are answered, and returns the longest delay.
 
-    A delay is the CPU time that the server's process used from the request to the answer. On an idle machine the answer
-    comes sooner than that. Unlike the time on the clock, it does not grow if other processes use the CPUs.
+    A delay is the CPU time that the server's process used from the request to the answer. On an idle machine, an
+    answer takes no longer than this. Unlike wall time, it does not grow if other processes use the CPUs.
     """
     longest = 0.0
     while not all(request.done() for request in requests):
@@ -427,7 +416,7 @@ def test_ten_texts_of_7_mib_are_refused_with_little_memory_while_health_answers(
     http.post(TEXT, json=VALID[TEXT])
     text = "longer than the context " * ((7 << 20) // 24)
     body = json.dumps({**VALID[TEXT], "prompt": text}).encode()
-    before = resident_mib(server.process.pid)
+    before = memory_of(server)
     with ThreadPoolExecutor(10) as clients:
         post = partial(plain_http.post, server.url + TEXT, content=body, headers=JSON, timeout=120)
         requests = [clients.submit(post) for _ in range(10)]
@@ -436,7 +425,7 @@ def test_ten_texts_of_7_mib_are_refused_with_little_memory_while_health_answers(
         error = error_of(request.result(), 400)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
         assert "8192 tokens" in error["message"] and str(len(text)) in error["message"]
-    assert resident_mib(server.process.pid) - before < 300
+    assert memory_of(server) - before < 300
     assert http.post(TEXT, json=VALID[TEXT]).status_code == 200
 
 
@@ -544,37 +533,23 @@ def test_a_server_without_a_role_rejects_handoffs(server: RunningServer, http: h
     assert server.url == f"http://{listener.host}:{listener.port}", "a server without peers needs one port"
 
 
-def samples(server: RunningServer) -> dict[str, float]:
-    """Returns every sample of one scrape by its name and labels."""
-    text = plain_http.get(f"{server.url}/metrics", timeout=30).text
-    values = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels = ", ".join(f'"{key}": "{value}"' for key, value in sorted(sample.labels.items()))
-            values[sample.name + (f"{{{labels}}}" if labels else "")] = sample.value
-    return values
-
-
 def test_metrics_count_requests_and_tokens(server: RunningServer) -> None:
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 5, "ignore_eos": True, "n": 2}
     plain_http.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
-    before = samples(server)
+    before = metrics_of(server.url)
     plain_http.post(f"{server.url}/v1/completions", json=body, timeout=30).raise_for_status()
     plain_http.post(f"{server.url}/v1/completions", json={}, timeout=30)
-    after = samples(server)
+    after = metrics_of(server.url)
     increase = {name: after[name] - before.get(name, 0) for name in after}
     assert before.keys() >= METRICS
     assert increase["hotset_tokens_generated_total"] == 10
-    assert increase['hotset_requests_finished_total{"reason": "length"}'] == 2
+    assert increase["hotset_requests_finished_total/length"] == 2
     assert increase["hotset_time_to_first_token_seconds_count"] == 1
     assert increase["hotset_inter_token_seconds_count"] == 8
     assert increase["hotset_request_seconds_count"] == 2
     assert increase["hotset_request_prompt_tokens_sum"] == 6 and increase["hotset_request_generation_tokens_sum"] == 10
-    labels = '{"engine": "0", "model_name": "tiny"}'
-    assert (
-        increase[f"vllm:generation_tokens_total{labels}"] == 10 and increase[f"vllm:prompt_tokens_total{labels}"] == 6
-    )
-    assert increase[f"vllm:request_generation_tokens_sum{labels}"] == 10
+    assert increase["vllm:generation_tokens_total/0/tiny"] == 10 and increase["vllm:prompt_tokens_total/0/tiny"] == 6
+    assert increase["vllm:request_generation_tokens_sum/0/tiny"] == 10
     assert increase[ANSWERED % 200] == increase[ANSWERED % 400] == 1
     assert after["hotset_device_pages_held"] == 0 and after["hotset_device_pages_total"] > 0
 
@@ -635,7 +610,7 @@ def make_agent_acceptable(path: str, body: Any) -> None:
 
 
 def name_the_model(body: Any) -> None:
-    """Replaces the name of the model: a request for another one is answered with 404, whatever else is wrong."""
+    """Replaces the name of the model: a request for another model gets 404, whatever else is wrong with it."""
     if isinstance(body, dict) and isinstance(body.get("model"), str):
         body["model"] = "tiny"
 

@@ -1,20 +1,13 @@
-"""When clients are told to come back: from the requests that wait and the rate at which they leave."""
+"""Retry-After is estimated from the number of waiting requests and the rate at which they leave."""
 
-from hotset.base.errors import QueueFull
+from waiting import Clock
+
 from hotset.serve.retry_after import MAX_DEPARTURES, MAX_RETRY_AFTER_SECONDS, Turnover
-from hotset.serve.service import Load
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from hotset.serve.service import ServerLoad
 
 
 def test_the_estimate_follows_the_rate_at_which_requests_leave() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     queue = Turnover(clock)
     for _ in range(20):
         queue.arrive()
@@ -27,7 +20,7 @@ def test_the_estimate_follows_the_rate_at_which_requests_leave() -> None:
 
 
 def test_the_estimate_is_at_least_1_s_and_at_most_what_clients_obey() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     queue = Turnover(clock)
     assert queue.seconds_until(0) == queue.seconds_until(1) == 1
     queue.arrive()
@@ -40,7 +33,7 @@ def test_the_estimate_is_at_least_1_s_and_at_most_what_clients_obey() -> None:
 
 
 def test_time_without_requests_does_not_count_and_old_departures_are_forgotten() -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     queue = Turnover(clock)
     for _ in range(3):
         queue.arrive()
@@ -58,14 +51,10 @@ def test_time_without_requests_does_not_count_and_old_departures_are_forgotten()
 
 
 def test_a_request_leaves_the_queue_once_with_its_first_token_or_without_any() -> None:
-    load = Load()
+    load = ServerLoad()
     with load.waiting(10) as first_started, load.waiting(20):
         assert (load.queue.present, load.waiting_tokens) == (2, 30)
         for _ in range(3):
             first_started()
         assert (load.queue.present, load.waiting_tokens) == (1, 20)
     assert (load.queue.present, load.waiting_tokens) == (0, 0)
-
-
-def test_the_message_of_a_full_queue_contains_the_seconds() -> None:
-    assert str(QueueFull("9 choices are waiting", retry_after_s=7)) == "9 choices are waiting; try again in 7 s"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import plain_http
 import pytest
-from running_server import RunningServer, serving
+from harness import DEMO
+from running_server import RunningServer, metrics_of, serving
 
 from hotset import LLM, SamplingParams
 
-DEMO = str(Path(__file__).resolve().parents[2] / "models" / "demo-dsa")
 SIZES = {"device_kv_tokens": 4096, "host_kv_tokens": 8192, "max_num_batched_tokens": 256}
 LENGTHS = (1, 64, 65, 130, 257, 300)  # at and near the boundaries of pages (64) and of chunks (256)
 PARAMS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
@@ -40,12 +40,6 @@ def tokens_of(server: RunningServer, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def count(url: str, name: str) -> float:
-    """Returns the sum of a metric over its labels."""
-    text = plain_http.get(f"{url}/metrics", timeout=30).text
-    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
-
-
 @pytest.mark.slow  # a minute on two busy cores: engines of two workers each, in float64
 def test_engines_of_different_splits_answer_like_one_engine(tmp_path: Path) -> None:
     prefill_args, decode_args = ["--tensor-parallel-size 2", "--pipeline-parallel-size 2"], "--data-parallel-size 2"
@@ -57,8 +51,8 @@ def test_engines_of_different_splits_answer_like_one_engine(tmp_path: Path) -> N
         with ThreadPoolExecutor(len(prompts)) as threads:
             received = list(threads.map(lambda prompt: tokens_of(server, prompt), prompts))
         urls = re.findall(r"(\w+) worker (http://\S+) is up", server.log())
-        handed_off = [count(url, "hotset_prompts_handed_off_total") for role, url in urls if role == "prefill"]
-        landed = [count(url, "hotset_handoffs_total") for role, url in urls if role == "decode"]
+        handed_off = [metrics_of(url)["hotset_prompts_handed_off_total"] for role, url in urls if role == "prefill"]
+        landed = [metrics_of(url)["hotset_handoffs_total/landed"] for role, url in urls if role == "decode"]
     assert received == expected_tokens(prompts)
     assert len(handed_off) == 2 and min(handed_off) > 0, "every prefill engine must have taken part"
     assert sum(handed_off) == sum(landed) == len(prompts)

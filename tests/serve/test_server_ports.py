@@ -1,5 +1,5 @@
-"""A server with ranks has only the ports that it needs. Rank and router do not serve if their process has a port that
-nobody asked for."""
+"""A server with ranks listens only on the ports that it needs. A rank or router whose process has an unexpected port
+does not serve."""
 
 import os
 import subprocess

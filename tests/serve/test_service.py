@@ -1,4 +1,4 @@
-"""What a service reports: the fingerprint of its answers, its load, and whether it has room for a long request."""
+"""A service reports the fingerprint of its answers, its load, and whether it has room for a long request."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from hotset.base.serve_config import ServeConfig
 from hotset.engine.client import ReceivedStats
 from hotset.engine.input_processor import ModelCard
 from hotset.engine.outputs import EngineStats
-from hotset.serve.service import Load, Service, fingerprint
+from hotset.serve.service import ServerLoad, Service, fingerprint
 
 CARD = ModelCard("m", "llama", 128, 50, (), tiers=True, resident_len=128, device="cpu", dtype="float32")
 EVENTS = {"kv_events": "tcp://127.0.0.1:5557", "kv_events_replay": "tcp://127.0.0.1:5558", "kv_events_topic": "t"}
@@ -70,7 +70,7 @@ async def test_defect_23_health_is_degraded_while_quarantine_leaves_no_room_for_
 
 
 class SilentClient:
-    """An engine client whose engine has answered once and then fails to."""
+    """An engine client whose engine has answered once, and does not answer any more."""
 
     def __init__(self, stats: EngineStats) -> None:
         self.newest_stats = ReceivedStats(stats, time.monotonic())
@@ -82,9 +82,9 @@ class SilentClient:
 
 
 @in_event_loop
-async def test_the_load_of_a_worker_that_does_not_answer_is_the_newest_one_known() -> None:
+async def test_if_a_worker_does_not_answer_its_newest_known_load_counts() -> None:
     client: Any = SilentClient(EngineStats(tokens_to_prefill=700))
-    load = Load()
+    load = ServerLoad()
     for _ in range(3):
         assert load.stats(client).tokens_to_prefill == 700, "a busy worker must not look idle"
         await asyncio.sleep(0)

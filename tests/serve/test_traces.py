@@ -1,11 +1,11 @@
-"""Traces of requests reach a collector as OTLP JSON, with every phase and tier; a collector that is down holds nothing
-up and bounds what is kept."""
+"""Traces of requests reach a collector as OTLP JSON, with every phase and tier. If the collector is down, nothing waits
+for it, and the number of traces that are kept is bounded."""
 
 import asyncio
 from typing import Any
 
 import pytest
-from otlp_collector import check, collector
+from otlp_collector import check_spans, collector
 from tiers.whole_numbers import Bench
 from waiting import in_event_loop, until
 
@@ -35,7 +35,7 @@ async def test_every_change_of_phase_and_tier_is_a_span_and_refused_or_failed_ba
         collected.statuses += [503, 429]  # the collector wants these again
         traces.record(snapshots)
         spans = await asyncio.to_thread(collected.wait_for, 3)
-        children = check(spans)
+        children = check_spans(spans)
         for snapshot, root in zip(snapshots, [span for span in spans if span["name"] == "request"], strict=True):
             names = [span["name"] for span in children[root["spanId"]]]
             changes = [event for event in snapshot.story if event.lane == "residence" and event.state != "absent"]
@@ -50,7 +50,7 @@ async def test_every_change_of_phase_and_tier_is_a_span_and_refused_or_failed_ba
 
 
 @in_event_loop
-async def test_a_collector_that_is_down_bounds_what_is_kept_and_is_warned_of_once(
+async def test_if_the_collector_is_down_few_traces_are_kept_and_one_warning_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(traces_module, "RETRY_SECONDS", (0.01,))
@@ -66,6 +66,6 @@ async def test_a_collector_that_is_down_bounds_what_is_kept_and_is_warned_of_onc
 
 
 @pytest.mark.parametrize("url", ["localhost:4318", "http://", "ftp://a", "http://a b"])
-def test_an_address_that_is_no_url_is_refused(url: str) -> None:
+def test_an_address_that_is_not_a_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--otlp takes the address of a collector"):
         ServeConfig(otlp=url)

@@ -1,4 +1,7 @@
-"""Prompts whose contexts are decoded as a whole: same logits as with rows that every token decodes itself."""
+"""Contexts of prompts that are decoded from fp8 once per layer (`View.short_contexts`).
+
+The logits are the same as if every token decoded the rows that it reads.
+"""
 
 from typing import Any
 
@@ -20,8 +23,6 @@ FP8: dict[str, Any] = {"kv_dtype": "fp8", "index_dtype": "fp8"}
 
 
 class Counter:
-    """Counts the calls of a function."""
-
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0
 
@@ -33,18 +34,19 @@ class Counter:
 def recorded(
     decodes: bool, lengths: tuple[int, ...] = (9, 60, 150), **settings: Any
 ) -> tuple[list[list[int]], Recorder]:
-    """Returns the tokens of prompts of these lengths that run at the same time, and the recorded logits."""
+    """Returns the answers to prompts of these lengths, which run at the same time, and the recorded logits."""
     spec = SPECS["glm_moe_dsa"]
     decoder = Decoder(spec, RandomWeights(torch.float32, seed=5), kv_storage(EngineConfig(**FP8), spec))
     for layer in decoder._layers:
-        assert isinstance(layer.attention, DsaAttention) and not layer.attention._decodes_contexts, "this is a CPU"
+        assert isinstance(layer.attention, DsaAttention)
+        assert not layer.attention._decodes_contexts, "contexts are decoded on a CPU"
         layer.attention._decodes_contexts = decodes
     recorder = Recorder(decoder)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
     params = [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)] * len(prompts)
-    chunks = {"max_num_seqs": 3, "max_num_batched_tokens": 37, "page_rows": 8, **FP8, **settings}
-    engine = make_engine(recorder, spec, **chunks)
+    engine_settings = {"max_num_seqs": 3, "max_num_batched_tokens": 37, "page_rows": 8, **FP8, **settings}
+    engine = make_engine(recorder, spec, **engine_settings)
     return [answer.token_ids for answer in run_all(engine, prompts, params)], recorder
 
 
@@ -57,7 +59,7 @@ def recorded(
     ],
     ids=["resident", "streamed"],
 )
-def test_logits_are_those_of_rows_that_every_token_decodes(
+def test_decoded_contexts_give_the_same_logits(
     settings: dict[str, Any], streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded, streamed = Counter(decode_rows), Counter(tiers_view.StreamedSegment)
@@ -72,7 +74,7 @@ def test_logits_are_those_of_rows_that_every_token_decodes(
         assert all(map(torch.equal, rows, got.recorded[context]))
 
 
-def test_contexts_with_many_rows_for_few_tokens_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_above_a_limit_of_rows_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = Counter(decode_rows)
     monkeypatch.setattr(view, "decode_rows", decoded)
     for name in ("MAX_ROWS_PER_TOKEN", "MAX_CONTEXT_ROWS"):

@@ -64,9 +64,7 @@ class CopiedKeys:
 @given(
     st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 7), st.integers(1, 60), st.integers(0, 1 << 32)
 )
-def test_index_keys_of_groups_of_any_pattern_survive_parking(
-    pattern: list[int], page_rows: int, length: int, seed: int
-) -> None:
+def test_index_keys_of_any_groups_survive_parking(pattern: list[int], page_rows: int, length: int, seed: int) -> None:
     context = CopiedKeys(pattern, page_rows, length, seed)
     context.store()
     assert context.host.keys is not None

@@ -127,9 +127,7 @@ def test_defect_03_pages_used_by_a_plan_in_flight_are_not_granted() -> None:
     [(24, 40, 3), (6, 8, 5)],
     ids=["prompts fill the store", "answers fill the store"],
 )
-def test_defect_04_requests_wait_while_the_host_store_is_full(
-    host_pages: int, prompt: int, answer: int, tiers: str
-) -> None:
+def test_defect_04_requests_wait_while_the_host_is_full(host_pages: int, prompt: int, answer: int, tiers: str) -> None:
     """Two requests fit, each with one page to grow. If no page were kept free, three short prompts would fit."""
     bench = Bench(90, host_pages, tiers=tiers, depth=2)
     for name in "abcd":
@@ -142,9 +140,7 @@ def test_defect_04_requests_wait_while_the_host_store_is_full(
 
 
 @TIERS_AND_DEPTHS
-def test_defect_04_the_youngest_request_is_recomputed_when_the_host_store_is_too_small_for_all(
-    tiers: str, depth: int
-) -> None:
+def test_defect_04_the_youngest_request_is_recomputed_if_the_host_cannot_hold_all(tiers: str, depth: int) -> None:
     bench = Bench(90, 24, tiers=tiers, depth=depth)
     for name in "abc":
         bench.add(name, 8, 60)
@@ -189,9 +185,7 @@ def test_defect_07_page_ids_of_the_two_pools_are_never_mixed_up(device_pages: in
 
 
 @pytest.mark.parametrize(("tiers", "length"), [("auto", 26), *(("always", length) for length in range(23, 28))])
-def test_defect_08_contexts_that_end_at_any_row_of_a_page_park_and_resume_byte_for_byte(
-    tiers: str, length: int
-) -> None:
+def test_defect_08_contexts_that_end_within_a_page_are_parked_and_resumed_exactly(tiers: str, length: int) -> None:
     bench = Bench(60, 40, tiers=tiers)
     request = bench.add("r", 21, 24)
     bench.run(until=lambda: request.num_scheduled == length and bench.settled)
@@ -216,9 +210,7 @@ def test_defect_08_chunks_that_begin_within_a_page_are_mirrored(chunk: int, prom
 
 
 @pytest.mark.parametrize(("chunk", "tiers"), [(1, "auto"), (7, "always"), (64, "auto")])
-def test_defect_15_equal_scores_select_the_same_positions_for_every_chunk_size_and_residence(
-    chunk: int, tiers: str
-) -> None:
+def test_defect_15_ties_select_the_same_positions_for_every_chunk_size_and_residence(chunk: int, tiers: str) -> None:
     bench = Bench(60, 40, tiers=tiers, step_tokens=chunk)
     bench.add("r", 30, 30)
     bench.finish()

@@ -15,7 +15,7 @@ from hotset.tiers.residence import Residence
 
 
 class LateCopy:
-    """A copy that has begun. Like a kernel, it knows where its lists are, but does not keep them."""
+    """A copy that has begun. Like a kernel, it has the addresses of its lists, but does not keep them alive."""
 
     count = 0
 

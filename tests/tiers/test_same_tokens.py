@@ -4,19 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import CPU, DEMO, RandomWeights, Recorder, make_engine, run_all
+from harness import RandomWeights, Recorder, make_engine, run_all
 
 from hotset.base.config import EngineConfig
 from hotset.base.sampling import SamplingParams
 from hotset.engine.model_checks import kv_storage
-from hotset.lab.evaluate.tasks import make_questions
 from hotset.models.attention.dsa_spec import IndexSpec, MlaSpec
-from hotset.models.checkpoint.files import find_model
-from hotset.models.checkpoint.weights import open_weights
 from hotset.models.decoder import Decoder
 from hotset.models.feed_forward import MoeSpec
 from hotset.models.spec import ModelSpec, RopeSpec
-from hotset.models.tokenizer import Tokenizer
 
 VOCAB, TOPK, SLOTS, CONTEXT = 61, 5, 8, 256  # a full context has 32 times as many tokens as there are slots
 
@@ -76,23 +72,3 @@ def test_logits_are_equal_bit_for_bit_with_tiers_always_and_off(family: str, dty
         assert torch.equal(torch.stack(rows), torch.stack(always.recorded[context])), (
             f"logits differ at position {len(context) - 1}"
         )
-
-
-@pytest.mark.slow
-def test_the_demo_model_gives_the_same_answers_with_tiers_always_and_off() -> None:
-    files = find_model(DEMO)
-    tokenizer = Tokenizer.load(files, None)
-    assert tokenizer is not None
-    questions = make_questions(["lookup", "several"], 1024, 2, 3, lambda text: 1 + len(tokenizer.encode(text)))
-    prompts = [tokenizer.encode("<|bos|>" + question.prompt) for question in questions]
-    weights = open_weights(files, torch.float32, CPU)
-    recorder = Recorder(Decoder(files.spec, weights))
-    weights.finish()
-    chunks = {"device_kv_tokens": 2048, "max_num_batched_tokens": 512}
-    off = answers(recorder, files.spec, prompts, 40, tiers="off", **chunks)
-    logits_off = recorder.recorded
-    recorder.recorded = {}
-    always = answers(recorder, files.spec, prompts, 40, tiers="always", hot_slots=128, **chunks)
-    assert off == always
-    for context, rows in logits_off.items():
-        assert torch.equal(torch.stack(rows), torch.stack(recorder.recorded[context]))

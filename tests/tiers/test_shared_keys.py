@@ -9,6 +9,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hotset.base.errors import InternalError
 from hotset.kernels.rows import RowLayout
 from hotset.memory.device_pool import KvShape
 from hotset.memory.geometry import Geometry
@@ -21,14 +22,14 @@ from hotset.tiers.residence import Holding, PageUse, Residence
 
 @st.composite
 def workers(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Returns the numbers of layers and of index groups of each worker."""
+    """Returns the number of layers and the number of index groups of each worker."""
     layers = draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     return [(count, draw(st.integers(1, count))) for count in layers]
 
 
 @examples(80)
 @given(workers(), st.integers(1, 6), st.integers(0, 60))
-def test_a_key_page_is_whole_when_no_worker_has_room_for_another_key_in_it(
+def test_a_key_page_is_whole_once_all_its_keys_on_every_worker_are_known(
     stages: list[tuple[int, int]], page_rows: int, tokens: int
 ) -> None:
     row, key = RowLayout(16, torch.uint8), RowLayout(7, torch.uint8, align=1)
@@ -36,7 +37,7 @@ def test_a_key_page_is_whole_when_no_worker_has_room_for_another_key_in_it(
     geometries = [shape.geometry(page_rows) for shape in shapes]
     most_blocks = max(geometry.max_blocks_of_group for geometry in geometries)
     geometry = replace(geometries[0], max_blocks_of_group=most_blocks)
-    ends = []  # of each page: the number of tokens that must be known before all its keys are
+    ends = []  # for each key page: the number of tokens after which all its keys are known
     for page in range(8):
         blocks = {number // groups for layers, groups in stages for number in range(page * layers, (page + 1) * layers)}
         ends.append((max(blocks) + 1) * geometry.keys_per_block)
@@ -47,7 +48,8 @@ def test_a_key_page_is_whole_when_no_worker_has_room_for_another_key_in_it(
 
 PAGE_ROWS = 4
 BLOCKS = {"key_groups": 2, "blocks_per_page": 3, "max_blocks_of_group": Fraction(3, 2)}
-GEOMETRY = Geometry(PAGE_ROWS, 2, 64, keys_per_block=6, slots=8, topk=2, **BLOCKS)  # ends at 12, 18, 30, 36 tokens
+# Its first key pages end at 12, 18, 30 and 36 tokens.
+GEOMETRY = Geometry(PAGE_ROWS, 2, 64, keys_per_block=6, slots=8, topk=2, **BLOCKS)
 
 
 def test_the_version_of_a_ledger_without_a_host_store_grows_when_a_request_loses_its_pages() -> None:
@@ -55,7 +57,7 @@ def test_the_version_of_a_ledger_without_a_host_store_grows_when_a_request_loses
     assert ledger.reserve(holding, on_device=True, tokens=9)
     before = ledger.version
     ledger.release(holding)
-    assert ledger.version > before, "what the landing needed besides its pages would be remembered"
+    assert ledger.version > before, "the pages that a request without a seat needs will not be counted again"
 
 
 def make_ledger() -> Ledger:
@@ -76,7 +78,7 @@ def hashes_of(tokens: list[int]) -> list[bytes]:
     return hashes
 
 
-def test_key_pages_inside_a_cached_prefix_are_shared_until_their_last_user_is_gone() -> None:
+def test_key_pages_of_a_cached_prefix_are_shared_until_no_request_uses_them() -> None:
     ledger, tokens = make_ledger(), [*range(41)]
     first = published(ledger, 0, tokens)
     second, third = Holding(), Holding()
@@ -99,16 +101,18 @@ def test_key_pages_inside_a_cached_prefix_are_shared_until_their_last_user_is_go
     ledger.audit([second, third])
     needed, free = ledger.pages_needed(second, Residence.RESIDENT, 37), ledger.device.free
     assert ledger.resume(second, 1, Residence.RESIDENT, 36, 37) is not None
-    assert free - ledger.device.free == needed.device, "shared key pages count as needed"
+    assert free - ledger.device.free == needed.device, "shared key pages were counted as needed"
     assert second.pages[PageUse.KEYS][:3] == keys[:3]
     ledger.release(second)
     ledger.audit([third])
     ledger.release(third)
-    assert ledger.device.free == ledger.device.capacity and ledger.shared_keys.find(ledger.find_prefix([])) == []
+    assert ledger.device.free == ledger.device.capacity
+    prefix = ledger.find_prefix(hashes_of(tokens)[:8])
+    assert len(prefix) == 8 and ledger.shared_keys.find(prefix) == [], "pages without users can still be shared"
 
 
-def test_a_request_that_was_alone_shares_the_key_pages_that_it_loaded() -> None:
-    """Its key pages were released when it was parked. What it loads at its return is as good for others."""
+def test_a_resumed_request_shares_the_key_pages_that_it_has_loaded() -> None:
+    """No other request used its key pages, so they were released when it was parked."""
     ledger, tokens = make_ledger(), [*range(41)]
     first = published(ledger, 0, tokens)
     ledger.park(first, 41)
@@ -120,7 +124,7 @@ def test_a_request_that_was_alone_shares_the_key_pages_that_it_loaded() -> None:
     ledger.audit([first, second])
 
 
-def test_a_landing_whose_other_pages_are_free_needs_none_for_the_keys_that_it_shares() -> None:
+def test_a_landing_needs_no_pages_for_keys_that_it_shares() -> None:
     ledger, tokens = make_ledger(), [*range(41)]
     first, landing = published(ledger, 0, tokens), Holding()
     own_pages = GEOMETRY.row_pages(41) + GEOMETRY.key_pages(41) - 3
@@ -130,8 +134,8 @@ def test_a_landing_whose_other_pages_are_free_needs_none_for_the_keys_that_it_sh
     assert landing.pages[PageUse.KEYS][:3] == first.pages[PageUse.KEYS][:3] and ledger.device.free == 0
 
 
-def test_pages_that_continue_those_of_another_request_name_the_last_one_as_their_parent() -> None:
-    """The second request began before the pages of the first were cached, so it publishes all of its own."""
+def test_stored_pages_have_the_page_before_them_as_parent_even_if_another_request_stored_it() -> None:
+    """The second request began before the first one published its pages, so it publishes the same pages again."""
     ledger, tokens, changes = make_ledger(), [*range(32)], list[CacheChange]()
     assert ledger.host is not None
     ledger.host.on_change = changes.append
@@ -149,5 +153,5 @@ def test_pages_of_a_landing_cannot_be_published() -> None:
     ledger, tokens = make_ledger(), [*range(40)]
     landing = Holding()
     assert ledger.reserve(landing, on_device=False, tokens=40)
-    with pytest.raises(AssertionError, match="may still write"):
+    with pytest.raises(InternalError, match="may still write"):
         ledger.publish(landing, hashes_of(tokens), tokens)

@@ -18,17 +18,7 @@ from random import Random
 import pytest
 import torch
 from random_rules import RandomMachine, rule, run_example
-from tiers.byte_model import (
-    SHAPES,
-    Attention,
-    Contents,
-    Landing,
-    Poisoner,
-    PrefillWorker,
-    SlotModel,
-    Written,
-    as_bytes,
-)
+from tiers.byte_model import SHAPES, Attention, Contents, Landing, Poisoner, PrefillWorker, SlotModel, Written, as_bytes
 
 from hotset.memory.device_pool import DevicePool
 from hotset.memory.host_store import HostStore

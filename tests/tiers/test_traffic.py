@@ -17,14 +17,7 @@ from hotset.tiers.kv_memory import KvMemory, TrafficCopy
 RUNS = {
     "always": {"device_pages": 18, "host_pages": 80, "tiers": "always", "depth": 1},
     "two plans in flight": {"device_pages": 18, "host_pages": 80, "tiers": "always", "depth": 2},
-    "auto": {
-        "device_pages": 33,
-        "host_pages": 120,
-        "tiers": "auto",
-        "depth": 1,
-        "seats": 3,
-        "step_tokens": 9,
-    },
+    "auto": {"device_pages": 33, "host_pages": 120, "tiers": "auto", "depth": 1, "seats": 3, "step_tokens": 9},
     "host full": {"device_pages": 18, "host_pages": 22, "tiers": "always", "depth": 1},
 }
 

@@ -1,4 +1,5 @@
-"""The recipe of the MTP layer on a tiny model: its loss falls, chains read what drafting reads, exports are exact."""
+"""The recipe of the MTP layer, on a tiny model: the loss falls, chains read the same rows as drafting, and exports are
+exact."""
 
 import json
 import sys
@@ -16,7 +17,7 @@ TRAINING = Path(__file__).parents[2] / "training"
 
 @pytest.fixture(autouse=True)
 def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The scripts of the recipe import each other by name, and leave no modules of such common names behind."""
+    """Lets the scripts of the recipe import each other by name, and removes their modules, which have common names."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(TRAINING))
     yield
@@ -74,7 +75,7 @@ def test_a_chain_of_the_recipe_computes_what_drafting_one_token_at_a_time_comput
     tokens = torch.randint(32, (1, 20))
     hidden, _ = drafts.trunk_states(tokens)
     predictions, _ = drafts(tokens, hidden, 3, sparse=True, queries=None)
-    mtp, scale, by = drafts.mtp, 32**0.5, rotation(20, 8, 50000.0, tokens.device)
+    mtp, scale, rotary = drafts.mtp, 32**0.5, rotation(20, 8, 50000.0, tokens.device)
 
     def rows_of(chain: list[SlotRows], iteration: int, slot: int) -> SlotRows:
         rows = chain[iteration]
@@ -82,25 +83,25 @@ def test_a_chain_of_the_recipe_computes_what_drafting_one_token_at_a_time_comput
 
     whole: list[SlotRows] = []
     embedded = drafts.trunk.embed_tokens(tokens.roll(-1, dims=1)) * scale
-    state, _ = mtp(embedded, hidden / scale, by, whole, sparse=True, queries=None)
+    state, _ = mtp(embedded, hidden / scale, rotary, whole, sparse=True, queries=None)
     start = 12  # the chain begins after slot 12: all slots up to it are of iteration 1
     known = [rows_of(whole, 0, slot) for slot in range(start + 1)]
     carried = state[:, start : start + 1]
     for iteration in (1, 2):
         slot = start + iteration
-        out, rows = _one_slot(mtp, embedded[:, slot : slot + 1], carried, by, slot, known)
+        out, rows = _one_slot(mtp, embedded[:, slot : slot + 1], carried, rotary, slot, known)
         known.append(rows)
         logits = drafts.trunk.logits(mtp.norm(out))
         torch.testing.assert_close(predictions[iteration].logits[:, slot : slot + 1], logits)
         carried = out
 
 
-def _one_slot(mtp, embedded: Tensor, hidden: Tensor, by, slot: int, known):
+def _one_slot(mtp, embedded: Tensor, hidden: Tensor, rotary, slot: int, known):
     """Computes one slot from the rows of all slots before it, without masks."""
     from model import Rotation
     from mtp_model import SlotRows
 
-    here = Rotation(by.cos[slot : slot + 1], by.sin[slot : slot + 1])
+    here = Rotation(rotary.cos[slot : slot + 1], rotary.sin[slot : slot + 1])
     x = mtp.eh_proj(torch.cat((mtp.enorm(embedded), mtp.hnorm(hidden)), dim=-1))
     normed, attention = mtp.layer.input_layernorm(x), mtp.layer.self_attn
     q, k, v, latent = attention.qkv(normed, here)

@@ -3,10 +3,11 @@
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import permutations
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import ConfigError
+from hotset.engine.workers.agreement import check_same_software, exchange, software_of
 from hotset.engine.workers.messages import WorkerRank
 from hotset.engine.workers.symmetric import (
     MAX_BYTES_BETWEEN_GPUS,
@@ -23,7 +25,7 @@ from hotset.engine.workers.symmetric import (
     allocate_staging,
 )
 from hotset.kernels.collectives import cuda_impl, reference
-from hotset.kernels.collectives.cuda_impl import MAX_RANKS
+from hotset.kernels.collectives.cuda_impl import MAX_RANKS, Staging
 from hotset.memory.device_pool import KvShape
 from hotset.memory.view import View
 from hotset.models.collectives import SINGLE_RANK, Collectives
@@ -35,6 +37,10 @@ LOGGER = logging.getLogger("hotset.engine")
 # A rank waits at most this long for another rank within a step. A step may take any time while its layers advance, and
 # the controller ends workers that are dead, stopped or do not advance much earlier.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
+# NCCL connects ranks, and takes buffers for it, at the first message of each kind, and it has several ways to exchange
+# messages of one kind, by their size. These are exchanged before memory is measured.
+FIRST_MESSAGES_NCCL = (1 << 10, 1 << 19, 1 << 24)
+FIRST_MESSAGES_GLOO = (1 << 10,)
 
 
 class World(Protocol):
@@ -68,12 +74,18 @@ class Stage:
 
     def forward(self, token_ids: Tensor, view: View) -> Tensor | None:
         """Returns hidden states at the last stage, and None at all others."""
+        return self._forward(token_ids, view)
+
+    def forward_once(self, token_ids: Tensor, view: View) -> Tensor | None:
+        return self._forward(token_ids, view, once=True)
+
+    def _forward(self, token_ids: Tensor, view: View, *, once: bool = False) -> Tensor | None:
         if self._previous_worker is None:
             x = self._decoder.embed(token_ids)
         else:
             x = torch.empty(len(token_ids), self._decoder.hidden, dtype=self.dtype, device=self.device)
             self._world.receive(x, self._previous_worker)
-        x = self._decoder.run_layers(x, view)
+        x = self._decoder.run_layers(x, view, once=once)
         if self._next_worker is None:
             return x
         self._world.send(x, self._next_worker)
@@ -133,21 +145,31 @@ class DistributedWorld:
         listener: socket.socket | None = None,
     ) -> None:
         on_gpu, size = device.type == "cuda", rank.split.size
-        group = _join_group(rank, "nccl" if on_gpu else "gloo", device if on_gpu else None, listener)
+        group, store = _join_group(rank, "nccl" if on_gpu else "gloo", device, listener)
         self.abort = AbortFlag(device)
         self.collectives: Collectives = SINGLE_RANK
         choice = "NCCL" if on_gpu else "gloo"
+        staging: Staging | None = None
+        first_messages = FIRST_MESSAGES_NCCL if on_gpu else FIRST_MESSAGES_GLOO
         if size > 1:
-            self.collectives = DistributedCollectives(group, rank.split.rank, size, device)
+            ranks = DistributedCollectives(group, rank.split.rank, size, device)
+            ranks.connect(first_messages, data_parallel=rank.split.dp_size > 1)
+            self.collectives = ranks
             obstacle = "of --collectives nccl" if collectives == "nccl" else None
             if on_gpu and obstacle is None:
                 obstacle = _obstacle_to_symmetric_memory(group, device, rank.node)
             if on_gpu and obstacle is None:
-                staging = allocate_staging(group, device, self.abort, rank.ranks_on_gpu)
+                allocate = partial(allocate_staging, group, device, self.abort, rank.ranks_on_gpu)
+                staging, obstacle = allocate_together(allocate, store, rank)
+            if staging is not None:
                 self.collectives = SymmetricCollectives(staging, self.abort, large=self.collectives)
                 choice = f"symmetric memory up to {MAX_BYTES_BETWEEN_GPUS >> 10} KiB, NCCL for larger messages"
             elif on_gpu:
                 choice = f"NCCL, because {obstacle}"
+        self._connect_stages(rank, first_messages, device)
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
         _log_choice(rank, choice)
 
     def send(self, x: Tensor, to: int) -> None:
@@ -155,6 +177,15 @@ class DistributedWorld:
 
     def receive(self, x: Tensor, source: int) -> None:
         dist.recv(x, source)
+
+    def _connect_stages(self, rank: WorkerRank, message_bytes: Sequence[int], device: torch.device) -> None:
+        """Sends messages of these sizes from each stage to the next."""
+        for nbytes in message_bytes if rank.stages > 1 else ():
+            x = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+            if rank.stage > 0:
+                self.receive(x, rank.number - rank.split.size)
+            if rank.stage < rank.stages - 1:
+                self.send(x, rank.number + rank.split.size)
 
 
 class SymmetricWorld:
@@ -165,7 +196,7 @@ class SymmetricWorld:
 
     def __init__(self, rank: WorkerRank, device: torch.device) -> None:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        group, all_workers = _join_group(rank, "gloo"), dist.group.WORLD
+        (group, _), all_workers = _join_group(rank, "gloo", device), dist.group.WORLD
         assert all_workers is not None, "init_process_group makes it"
         if (obstacle := _obstacle_to_symmetric_memory(all_workers, device, rank.node)) is not None:
             raise ConfigError(f"ranks cannot share GPUs, because {obstacle}: use one GPU for each rank")
@@ -185,25 +216,58 @@ class SymmetricWorld:
         cuda_impl.receive(self._inboxes, x, source)
 
 
-def _join_group(
-    rank: WorkerRank, backend: str, device: torch.device | None = None, listener: socket.socket | None = None
-) -> dist.ProcessGroup:
-    """Joins the process group through the rendezvous. Returns the group of this worker's stage."""
+class _Joined(NamedTuple):
+    group: dist.ProcessGroup  # of the workers of one stage
+    store: Any  # through which all workers can exchange texts
+
+
+def _join_group(rank: WorkerRank, backend: str, device: torch.device, listener: socket.socket | None = None) -> _Joined:
+    """Joins the process group through the rendezvous.
+
+    Raises ConfigError if workers run different software, or if NCCL cannot connect the GPUs.
+    """
     os.environ.update(_network_settings(rank))
-    dist.init_process_group(
-        backend,
-        store=_open_store(rank, listener),
-        rank=rank.number,
-        world_size=rank.workers,
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device,
-    )
+    store = _open_store(rank, listener)
+    check_same_software(store, rank, software_of(device, rank.workers))
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank.number,
+            world_size=rank.workers,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if backend == "nccl" else None,  # NCCL connects now, not in the first step
+        )
+    except dist.DistBackendError as error:
+        *_, reason = str(error).strip().splitlines()
+        raise ConfigError(
+            f"NCCL cannot connect the GPUs: {reason}; `hotset doctor` tests them, NCCL_DEBUG=WARN shows more, and "
+            "NCCL_NVLS_ENABLE=0 helps where multicast (NVLS) fails"
+        ) from error
     size = rank.split.size
     # torch.distributed requires every process to create the groups of all stages, in the same order.
     groups: list[dist.ProcessGroup] = [
         dist.new_group(range(first, first + size), timeout=COLLECTIVE_TIMEOUT) for first in range(0, rank.workers, size)
     ]
-    return groups[rank.stage]
+    return _Joined(groups[rank.stage], store)
+
+
+def allocate_together(
+    allocate: Callable[[], Staging], store: Any, rank: WorkerRank
+) -> tuple[Staging | None, str | None]:
+    """Returns the staging buffers of this rank if all ranks of its group have theirs. Otherwise returns None, and what
+    failed: then none of them may use symmetric memory. Blocks until all of them have called this."""
+    try:
+        staging, failure = allocate(), ""
+    except RuntimeError as error:  # of the driver, or of torch
+        staging, failure = None, str(error).strip().partition("\n")[0] or repr(error)
+    size = rank.split.size
+    members = range(rank.stage * size, (rank.stage + 1) * size)
+    failures = exchange(store, f"symmetric memory of stage {rank.stage}", rank.number, members, failure)
+    for member, text in zip(members, failures, strict=True):
+        if text:
+            return None, f"symmetric memory fails on worker {member}: {text}"
+    return staging, None
 
 
 def _network_settings(rank: WorkerRank) -> dict[str, str]:
@@ -267,6 +331,22 @@ class DistributedCollectives:
         self.tokens_per_rank: Sequence[int] = ()
         self._group = group
         self._on_gpu = device.type == "cuda"
+
+    def connect(self, message_bytes: Sequence[int], *, data_parallel: bool) -> None:
+        """Exchanges messages of these sizes through all operations that steps use. All ranks must call it."""
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        for nbytes in message_bytes:
+            x = torch.zeros(1, nbytes // 2, dtype=torch.bfloat16, device=device)
+            if data_parallel:
+                self.tokens_per_rank = [1] * self.size
+                self.all_gather_tokens(x)
+                self.reduce_scatter(x.expand(self.size, -1))
+            else:
+                self.all_reduce(x)
+                self.all_gather_columns(x)
+                self.broadcast(x)
+        self.tokens_per_rank = ()
+        self.barrier()
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._on_gpu:

@@ -12,17 +12,18 @@ import torch
 
 from hotset.base.address import Address
 from hotset.base.config import EngineConfig
+from hotset.base.endings import UNPINNED_BYTES_PER_SECOND
 from hotset.base.errors import EngineStopped
 from hotset.base.numa import store_nodes
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.drafts.settings import DraftSettings
-from hotset.engine.progress import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND, stall_limit
+from hotset.engine.progress import STOP_SECONDS, stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import messages as msg
 from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
-from hotset.engine.workers.group import ABORT_SECONDS, WorkerGroup
+from hotset.engine.workers.group import ABORT_SECONDS, KILL_SECONDS, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.launcher import Launcher
 from hotset.engine.workers.shared_memory import SharedMemory, SharedName
@@ -260,7 +261,8 @@ class MultiprocessExecutor:
         if self._in_flight:
             self._group.abort()  # a step never ends if one of its workers has died
         stop_seconds = ABORT_SECONDS if self._in_flight else STOP_SECONDS
-        self._group.close(stop_seconds + self.pinned_bytes / UNPINNED_BYTES_PER_SECOND)
+        release_seconds = self.pinned_bytes / UNPINNED_BYTES_PER_SECOND
+        self._group.close(stop_seconds + release_seconds, KILL_SECONDS + release_seconds)
         self._launcher.close()
         for shared in self._shared:
             shared.close()

@@ -25,6 +25,7 @@ from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.numa import bind_threads, first_touch_cpus, store_nodes
 from hotset.base.parent_death import resume_if_parent_dies
+from hotset.base.processes import name_as_ending
 from hotset.engine.build_runner import SharedStore, build_runner
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.loading import ModelLoader, use_device
@@ -62,6 +63,7 @@ def main(pipe: Messages, progress: Progress) -> None:
 
 def _exit_soon() -> None:
     """Gives the main thread time to end its GPU work, then ends the process, even in the middle of a step."""
+    name_as_ending()
     time.sleep(EXIT_SECONDS)
     os._exit(ABORTED)
 
@@ -378,8 +380,7 @@ class Worker:
         """Waits for submitted steps and reports them. It runs in a separate thread, because on a GPU further steps are
         submitted meanwhile."""
         try:
-            if self._stage.device.type == "cuda":
-                torch.cuda.set_device(self._stage.device)
+            use_device(self._stage.device)
             while (step := self._submitted.get()) is not None:
                 result = None if step.submitted is None else step.submitted.result()
                 for event in (step.executed, step.mirrored):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from hotset.base.errors import ConfigError, StartupError
-from hotset.base.flags import ApiKeyFile, CliCommand, CliGroup, with_key_of_file
+from hotset.base.flags import ApiKeyFile, CliCommand, CliGroup, with_key_from_file
 from hotset.base.logs import print_note
 from hotset.base.packages import check_packages
 from hotset.base.status_line import StatusLine, TaskProgress
@@ -83,7 +83,7 @@ def up(
     loaded = load_spec(spec)
     if local:
         check_local(loaded)
-    api_key = with_key_of_file({"api_key": None}, api_key_file)["api_key"]
+    api_key = with_key_from_file({"api_key": None}, api_key_file)["api_key"]
     with local_cluster(loaded.name) if local else connected(address, loaded.name) as ray_address:
         if local:
             print_note(f"started a Ray cluster at {ray_address}; its logs are in {log_folder()}")

@@ -25,8 +25,9 @@ HOLD_SECONDS = 10.0
 class _Introduction:
     """A Hello that is not answered yet. Fetches from this peer wait here until it is answered."""
 
-    since: float  # time of the first Hello
+    since: float  # time of the first Hello; until it is sent, when the wait for an endpoint began
     sent_at: float  # time of the newest Hello
+    sent: bool = False  # False while the endpoint is being opened, or is held
     fetches: dict[HandoffKey, msg.Fetch] = field(default_factory=dict)
 
 
@@ -136,9 +137,13 @@ class DecodeAgent(HandoffAgent):
         return self._introductions.keys() | in_use
 
     def _tick(self, now: float) -> None:
-        limit = self._timing.hello_timeout
-        for peer in [peer for peer, entry in self._introductions.items() if now - entry.since >= limit]:
-            self._end_introduction(peer, f"{peer} is alive, but has not answered Hello within {limit:g} s", retry=True)
+        for peer, entry in list(self._introductions.items()):
+            limit = self._introduction_limit(entry)
+            if now - entry.since >= limit:
+                waited = (
+                    f"{peer} is alive, but has not answered Hello" if entry.sent else "no transfer endpoint was opened"
+                )
+                self._end_introduction(peer, f"{waited} within {limit:g} s", retry=True)
         for peer, introduction in self._introductions.items():
             if now - introduction.sent_at >= self._timing.hello_every:
                 self._greet(peer, introduction, now)
@@ -147,13 +152,15 @@ class DecodeAgent(HandoffAgent):
         self._links.close_retired(self._receiver.unconfirmed_keys(), now)
 
     def _next_deadline(self) -> float:
-        timing = self._timing
         hellos = [
-            min(entry.sent_at + timing.hello_every, entry.since + timing.hello_timeout)
+            min(entry.sent_at + self._timing.hello_every, entry.since + self._introduction_limit(entry))
             for entry in self._introductions.values()
         ]
         holds = [link.held_since + HOLD_SECONDS for link in self._links.current if link.held_since is not None]
         return min([*hellos, *holds, self._receiver.next_deadline(), self._links.observe_at])
+
+    def _introduction_limit(self, introduction: _Introduction) -> float:
+        return self._timing.hello_timeout if introduction.sent else self._timing.open_timeout
 
     def _run_actions(self) -> None:
         for action in self._receiver.take_actions():
@@ -194,7 +201,7 @@ class DecodeAgent(HandoffAgent):
             reason = f"this worker has {MAX_LINKS} transfer endpoints for other prefill workers, which is the limit"
             self._fail(key, reason)
         else:
-            self._introductions[peer] = introduction = _Introduction(now, now, {key: fetch})
+            self._introductions[peer] = introduction = _Introduction(now, now, fetches={key: fetch})
             self._greet(peer, introduction, now)
 
     def _is_ready(self, peer: str, now: float) -> bool:
@@ -208,10 +215,13 @@ class DecodeAgent(HandoffAgent):
         """Sends Hello if the peer's link is open and not held. Begins to open a link if the peer has none."""
         introduction.sent_at = now
         link = self._links.get(peer)
+        hello = None if link is None or link.held_since is not None else link.hello
+        if introduction.sent != (hello is not None):
+            introduction.since, introduction.sent = now, hello is not None
         if link is None:
             self._links.open(peer)
-        elif link.hello is not None and link.held_since is None:
-            self._send(peer, link.hello)
+        elif hello is not None:
+            self._send(peer, hello)
 
     def _on_endpoint_opened(self, opened: EndpointOpened, now: float) -> None:
         link = self._links.on_opened(opened)

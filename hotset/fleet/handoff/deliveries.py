@@ -8,6 +8,7 @@ rows when their forward pass is submitted to the device.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from hotset.base.errors import InternalError
 from hotset.fleet.handoff import messages as msg
@@ -32,6 +33,27 @@ class Sources:
         if self.device is not None and rows.device_pages is not None:
             return self.device, rows.device_pages
         return self.host, ContextPages(rows.pages, rows.pages)
+
+
+@lru_cache(maxsize=1024)
+def rotated(store: Store, turn: int) -> Store:
+    """Returns the store with the shard of this turn first, if all its shards hold the same bytes.
+
+    What any shard could provide is read from the first one. Lists of writes take turns, so that all ranks send, each
+    through the network card that is close to its GPU.
+    """
+    count = len(store.shards)
+    if len({shard.slices for shard in store.shards}) > 1 or len(store.all_keys) not in (0, count):
+        return store
+    first = turn % count
+    keys = store.all_keys[first:] + store.all_keys[:first]
+    return replace(
+        store,
+        shards=store.shards[first:] + store.shards[:first],
+        keys=keys[0] if keys else None,
+        key_copies=keys[1:],
+        staging=store.staging[first:] + store.staging[:first],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +170,8 @@ class DirectDelivery(Delivery):
         assert rows is not None
         self._submitted = rows.last
         source, pages = self._sources.locate(rows)
+        if len(self._target.shards) < len(source.shards):  # otherwise every rank sends to a rank of its own
+            source = rotated(source, number)
         planned = plan_context_writes(source, pages, self._target, self._pages, rows.first, rows.last)
         return RowWrites(rows.first, rows.last, planned, rows.after)
 

@@ -17,6 +17,7 @@ import torch
 from hotset.base.address import Address, control_port
 from hotset.base.config import EngineConfig
 from hotset.base.errors import InternalError
+from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
@@ -48,7 +49,6 @@ from hotset.fleet.handoff.stores import (
     regions,
 )
 from hotset.fleet.handoff.worker_service import TransferService
-from hotset.fleet.processes import this_process
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import LANES, TransferSettings
 from hotset.fleet.transfer.workers import RemoteTransfer, WorkerConnection, WorkerTransfers, engine_address
@@ -313,11 +313,12 @@ def open_endpoint(
             check_staging(config.staging_mib * MIB, store)
     probes = TransferMemory(PROBE_BYTES, memory_devices(pool, host=True), zeroed=True)
     known_probes = _worker_probes(workers) | probes.ranges
+    device = torch.device("cpu") if pool is None else pool.device
     registered = [*regions([shard.store for shard in hosts], pool), *probes.regions, *staging.regions]
 
     def open_registered() -> Transfer:
         with ExitStack() as undo:
-            opened = open_transfer(settings)
+            opened = open_transfer(replace(settings, device=str(device)))
             undo.callback(opened.close)
             for region in registered:
                 opened.register(region)
@@ -345,7 +346,6 @@ def open_endpoint(
             writers=tuple(process for worker in workers if (process := worker.described.process) is not None),
             probes={kind.value: memory for kind, memory in known_probes.items()},
         )
-        device = torch.device("cpu") if pool is None else pool.device
         copies = EngineCopies(device, connections)
         for store in stores.values():
             if store.memory == MemoryKind.DEVICE.value and store.staging:

@@ -234,9 +234,10 @@ def plan_context_writes(
         same = _same_bytes(overlap, source_shard, target_shard)
         plan = plan_writes if same else partial(_plan_slice_writes, overlap)
         plans.append(plan(source_shard.span, source_pages.rows, target_shard.span, target_pages.rows, first, last))
-    if source.keys is not None:
-        for keys in target.all_keys:
-            plans.append(plan_writes(source.keys, source_pages.keys, keys, target_pages.keys, first, last))
+    copies, targets = source.all_keys, target.all_keys if source.keys is not None else ()
+    for number, keys in enumerate(targets):
+        copy = copies[number * len(copies) // len(targets)]
+        plans.append(plan_writes(copy, source_pages.keys, keys, target_pages.keys, first, last))
     return np.concatenate(plans)
 
 

@@ -10,6 +10,12 @@ transport `cma`), or maps the memory. Such a write does not use the endpoint, so
 ended. The end of the process alone is not enough either: bytes that it sent through sockets or shared memory may wait
 for the threads of the endpoint. The endpoint is therefore closed after the process has ended. A process in another pid
 namespace cannot be observed. UCX does not use `cma` with such a process, so closing the endpoint is enough.
+
+Opening an endpoint registers all memory again, which takes minutes with RDMA and a terabyte. One endpoint for all peers
+would avoid this, but no library can close a single connection at the end that is written to. NIXL releases a peer to
+which this agent has connected (`invalidateRemoteMD`), and that peer still writes (test_engines.py). Mooncake has no
+such call. An endpoint is therefore closed only if a failed handoff needs it. Otherwise it stays registered, for the
+next peer.
 """
 
 import itertools
@@ -19,8 +25,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from hotset.base.processes import ProcessIdentity, has_ended, is_observable
 from hotset.fleet.handoff.messages import Hello
-from hotset.fleet.processes import ProcessIdentity, has_ended, is_observable
 from hotset.fleet.transfer.api import Transfer
 from hotset.schedule.handoffs import HandoffKey
 
@@ -60,8 +66,8 @@ class Endpoints:
         self._open_endpoint = open_endpoint
         self._opening = threading.Lock()  # endpoints are opened one after another
         self._lock = threading.Lock()  # guards the fields below
-        self._unused: Transfer | None = open_endpoint()
-        self.name = self._unused.name
+        self._unused = [open_endpoint()]
+        self.name = self._unused[0].name
         self._open: dict[int, Transfer] = {}
         self._closed = False
 
@@ -71,14 +77,19 @@ class Endpoints:
             return len(self._open)
 
     def start_opening(self, number: int, report: Callable[[EndpointResult], None]) -> None:
-        """Opens an endpoint with this number. `report` is called before this returns if the first endpoint is unused,
-        and in another thread otherwise."""
-        with self._lock:
-            first, self._unused = self._unused, None
-        if first is not None:
-            self._add(number, first, report)
+        """Opens an endpoint with this number, or gives the number to one that is not in use. `report` is called before
+        this returns if no endpoint must be opened, and in another thread otherwise."""
+        unused = self._take_unused()
+        if unused is not None:
+            self._add(number, unused, report)
         else:
             threading.Thread(target=self._open_one, args=(number, report), name="open endpoint", daemon=True).start()
+
+    def put_back(self, number: int) -> None:
+        """Keeps an endpoint for the next peer: to open another one would register all memory again."""
+        with self._lock:
+            if (endpoint := self._open.pop(number, None)) is not None:
+                self._unused.append(endpoint)
 
     def start_closing(self, number: int, report: Callable[[EndpointResult], None]) -> None:
         """Closes an endpoint. `report` is called in another thread."""
@@ -88,16 +99,21 @@ class Endpoints:
         """Closes all endpoints. Idempotent."""
         with self._lock:
             self._closed = True
-            remaining = [*self._open.values(), *([] if self._unused is None else [self._unused])]
+            remaining = [*self._open.values(), *self._unused]
             self._open.clear()
-            self._unused = None
+            self._unused.clear()
         with ThreadPoolExecutor(max_workers=len(remaining) + 1) as threads:  # closing an endpoint may take seconds
             list(threads.map(lambda endpoint: endpoint.close(), remaining))
+
+    def _take_unused(self) -> Transfer | None:
+        with self._lock:
+            return self._unused.pop() if self._unused else None
 
     def _open_one(self, number: int, report: Callable[[EndpointResult], None]) -> None:
         try:
             with self._opening:
-                endpoint = self._open_endpoint()
+                unused = self._take_unused()  # another peer may have gone while this thread waited
+                endpoint = self._open_endpoint() if unused is None else unused
         except Exception as error:
             report(EndpointOpened(number, b"", f"this worker cannot open a transfer endpoint: {error}"))
         else:
@@ -140,7 +156,7 @@ class Link:
 
 class Links:
     """One link for each peer that is in use, and the retired links of lost peers until their endpoints are closed. A
-    lost peer that returns gets a new link."""
+    lost peer that returns gets a new link, with the endpoint of another peer if that is no longer in use."""
 
     def __init__(self, endpoints: Endpoints, hello: Hello, report: Callable[[EndpointResult], None]) -> None:
         """`hello` introduces this worker, and lacks the endpoint. `endpoints` calls `report`, from any thread, with
@@ -175,6 +191,8 @@ class Links:
         known = link or self._retired[opened.number]
         if opened.error is None:
             known.hello = replace(self._hello, description=opened.description, endpoint=known.number)
+            if link is None:
+                self._put_back(known)
         elif link is not None:
             LOGGER.error("%s", opened.error)
             del self._links[link.peer]
@@ -183,13 +201,15 @@ class Links:
         return link
 
     def retire(self, peer: str, unconfirmed: set[HandoffKey]) -> None:
-        """Retires the peer's link, if it has one. `unconfirmed` are all the peer's failed handoffs for which bytes may
+        """Retires the peer's link, if it has one. Its endpoint is kept for another peer if none of the handoffs needs
+        that it is closed. `unconfirmed` are all the peer's failed handoffs for which bytes may
         still be written."""
         link = self._links.pop(peer, None)
         if link is not None:
             link.unconfirmed = unconfirmed - self.retired_keys
             self._retired[link.number] = link
             self.observe_at = 0.0  # now
+            self._put_back(link)
 
     @property
     def retired_keys(self) -> set[HandoffKey]:
@@ -202,21 +222,33 @@ class Links:
         return any(is_observable(each, self._hello.process) and not has_ended(each) for each in writers)
 
     def close_retired(self, unconfirmed: set[HandoffKey], now: float) -> None:
-        """Begins to close the endpoints of retired links.
+        """Begins to close the endpoints of retired links whose peers may still write to a handoff in `unconfirmed`.
 
-        An endpoint stays open while the peer's process could, without it, write to a handoff in `unconfirmed`.
+        Waits while the peer's process could, without the endpoint, write to such a handoff. The endpoints of other
+        retired links are kept for other peers.
         """
         waiting = False
-        for link in self._retired.values():
+        for link in list(self._retired.values()):
             link.unconfirmed &= unconfirmed
             if link.hello is None or link.closing:
                 continue  # the endpoint is being opened or closed
-            if link.unconfirmed and self.needs_end_of_process(link):
+            if self._put_back(link):
+                continue
+            if self.needs_end_of_process(link):
                 waiting = True
                 continue
             link.closing = True
             self._endpoints.start_closing(link.number, self._report)
         self.observe_at = now + OBSERVE_SECONDS if waiting else float("inf")
+
+    def _put_back(self, link: Link) -> bool:
+        """Keeps the endpoint of a retired link for another peer, if it is open and no failed handoff needs that it is
+        closed. Returns whether it did."""
+        if link.hello is None or link.unconfirmed or link.closing:
+            return False
+        del self._retired[link.number]
+        self._endpoints.put_back(link.number)
+        return True
 
     def on_closed(self, closed: EndpointClosed) -> set[HandoffKey]:
         """Returns the failed handoffs for which nothing can be written any more."""

@@ -96,7 +96,7 @@ def unpack(piece: PackedPiece, process: int = 0, device: torch.device = CPU) -> 
 Blocks = tuple[SlicedRows, ...]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)  # of a store with eight ranks, each is the first in turn
 def _blocks_in(process: int, source: Store, target: Store, *, unpacked: bool) -> list[tuple[int, Blocks, Blocks]]:
     """Returns, for each staging memory of this process, its address and the blocks of rows and of index keys that are
     packed there or unpacked from there. All addresses are those of this process."""

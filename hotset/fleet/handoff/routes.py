@@ -8,19 +8,22 @@ chooses where contexts land.
 """
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from hotset.base.errors import TransferError
+from hotset.base.rdma import SYSFS, active_ports
 from hotset.engine.ports import Route
 from hotset.fleet.handoff.messages import MemoryRange
 from hotset.fleet.transfer.api import Transfer, Writes, WriteState
 
 LOGGER = logging.getLogger("hotset.fleet.handoff")
 
-PROBE_BYTES = 16 << 20  # probe memory of each kind, and the size of a large probe
+PROBE_BYTES = 16 << 20  # probe memory of each kind, and the size of a large probe, unless the link is slow
 SMALL_BYTES, NUM_SMALL = 4096, 256  # the small probe: this many separate writes of this size
 ROUNDS = 3  # the best round counts; the first ones may still set up connections
 ROUTE_SECONDS = 1.0  # a route is not measured for longer than about this
@@ -37,10 +40,16 @@ Probes = Mapping[str, MemoryRange]  # by the value of MemoryKind
 
 
 def measure_routes(
-    transfer: Transfer, peer: str, local: Probes, remote: Probes, clock: Callable[[], float] = time.monotonic
+    transfer: Transfer,
+    peer: str,
+    local: Probes,
+    remote: Probes,
+    clock: Callable[[], float] = time.monotonic,
+    sysfs: Path = SYSFS,
 ) -> tuple[Route, ...]:
     """Measures the route from every kind of `local` probe memory to every kind of `remote` probe memory, the peer's.
     Leaves out routes on which writes fail. Blocks for at most a few seconds. The peer must be connected.
+    Warns if routes use TCP although this machine, whose devices are below `sysfs`, has active RDMA ports.
 
     Raises TransferError if both sides have probes, but no route between them works.
     """
@@ -56,8 +65,19 @@ def measure_routes(
             f"({transfer.transport()}); check that --transfer-interface names a network that connects both workers, "
             "that no firewall closes it, and that UCX_TLS, if it is set, is the same on both sides"
         )
-    LOGGER.info("routes to %s: %s", peer, show_routes(routes) or "not measured")
+    transport = transfer.transport()
+    LOGGER.info("routes to %s over %s: %s", peer, transport, show_routes(routes) or "not measured")
+    if uses_tcp(transport) and (ports := active_ports(sysfs=sysfs)):
+        text = "KV travels to %s over TCP, %s, although this machine has active RDMA ports; %s, on both sides"
+        LOGGER.warning(text, peer, transport, f"give --transfer-interface {','.join(ports)}")
     return tuple(routes)
+
+
+def uses_tcp(transport: str) -> bool:
+    """Returns whether the text of `Transfer.transport` names a kind of connection that has only TCP, and not on
+    loopback."""
+    kinds = [re.findall(r"(\w+)/([\w:.]+)", kind) for kind in transport.split(";")]
+    return any(kind and all(name == "tcp" and device != "lo" for name, device in kind) for kind in kinds)
 
 
 def show_routes(routes: Sequence[Route]) -> str:
@@ -86,17 +106,22 @@ def _measure(
     sizes = np.full(len(offsets), min(SMALL_BYTES, nbytes), np.int64)
     small = np.stack([from_memory.address + offsets, to_memory.address + offsets, sizes], axis=1)
     until = clock() + ROUTE_SECONDS
-    seconds: dict[str, float] = {}
+    per_small = per_byte = float("inf")
     for _ in range(ROUNDS):
-        for name, writes in (("small", small), ("large", large)):
-            taken = _time(transfer, peer, writes, until, clock)
-            if taken is None:
-                return None
-            seconds[name] = min(taken, seconds.get(name, taken))
+        taken = _time(transfer, peer, small, until, clock)
+        if taken is None:
+            return None
+        per_small = min(per_small, taken / max(1, len(small)))
+        # One large write takes at most as long as small ones of the same size: over a slow link it is made shorter.
+        fitting = int(max(0.0, until + ROUTE_SECONDS / 2 - clock()) / per_small * SMALL_BYTES)
+        large[0, 2] = size = min(nbytes, max(SMALL_BYTES, fitting))
+        taken = _time(transfer, peer, large, until, clock)
+        if taken is None:
+            return None
+        per_byte = min(per_byte, taken / size)
         if clock() >= until:
             break
-    per_byte = seconds["large"] / nbytes
-    per_write = max(0.0, seconds["small"] / max(1, len(small)) - SMALL_BYTES * per_byte)
+    per_write = max(0.0, per_small - SMALL_BYTES * per_byte)
     return Route(source, target, 1e-9 / max(per_byte, 1e-15), per_write)
 
 

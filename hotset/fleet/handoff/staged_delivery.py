@@ -11,7 +11,7 @@ from enum import Enum
 
 from hotset.base.units import ceil_div
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.deliveries import AnnouncedRows, Delivery, RowWrites, Sources
+from hotset.fleet.handoff.deliveries import AnnouncedRows, Delivery, RowWrites, Sources, rotated
 from hotset.fleet.handoff.messages import Message, Store
 from hotset.fleet.handoff.staging import (
     RING_PIECES,
@@ -150,6 +150,7 @@ class StagedDelivery(Delivery):
         assert piece.lease is not None
         piece.timer.move(PiecePhase.WRITING, now)
         source, pages = self._announced.locate(self._sources)
+        source = rotated(source, number)
         writes = piece_writes(source, self._target, piece.last - piece.first, buffer, piece.lease.offset)
         packed = msg.PackedPiece(source, self._target, pages, piece.first, piece.last, buffer)
         return RowWrites(piece.first, piece.last, writes, None, packed, piece.number)

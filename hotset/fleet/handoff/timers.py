@@ -81,6 +81,8 @@ class PeerTiming:
     """Intervals and timeouts of Hello and Ping, and the interval at which writes are polled. All are in seconds."""
 
     hello_every: float = 0.5  # interval between retransmits of Hello
+    # Limit for opening an endpoint, which registers all memory: with RDMA, minutes for a terabyte in small pages.
+    open_timeout: float = 1800.0
     hello_timeout: float = 30.0  # limit from the first Hello to its answer, which comes after the memory is connected
     ping_every: float = 1.0
     peer_timeout: float = 4.0  # a watched peer that sends no message for this long is lost, and needs a new Hello

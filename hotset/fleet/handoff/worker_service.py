@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, listeners
+from hotset.base.processes import this_process
 from hotset.engine.ports import Messages
 from hotset.engine.workers.messages import THIS_MACHINE, RunningService, WorkerRank
 from hotset.fleet.handoff.messages import PackedPiece
@@ -18,7 +19,6 @@ from hotset.fleet.handoff.stores import (
     pool_spans,
     regions,
 )
-from hotset.fleet.processes import this_process
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import TransferServer
@@ -52,7 +52,7 @@ class TransferService:
         known = [] if on_this_machine else [listener.address for listener in listeners()]  # opened by Ray
 
         def open_endpoint() -> Transfer:
-            opened = self.open_transfer(self.settings)
+            opened = self.open_transfer(replace(self.settings, device=str(pool.device)))
             for region in registered:
                 opened.register(region)
             interfaces = (LOOPBACK_INTERFACE, *self.settings.interface.split(","))

@@ -4,7 +4,7 @@ from typing import Any
 
 import typer
 
-from hotset.base.flags import ApiKeyFile, CliCommand, config_values, with_flags, with_key_of_file
+from hotset.base.flags import ApiKeyFile, CliCommand, config_values, with_flags, with_key_from_file
 from hotset.base.listeners import bound_socket
 from hotset.base.packages import check_packages
 from hotset.fleet.router.config import RouterConfig
@@ -44,7 +44,7 @@ def add_router(app: typer.Typer) -> None:
 @with_flags(RouterConfig)
 def router(api_key_file: ApiKeyFile = None, **values: Any) -> None:
     """Serve the OpenAI API with separate prefill and decode workers."""
-    config = RouterConfig(**config_values(RouterConfig, with_key_of_file(values, api_key_file)))
+    config = RouterConfig(**config_values(RouterConfig, with_key_from_file(values, api_key_file)))
     check_packages("router", "serve")
     with bound_socket(config.host, config.port) as listener:
         from hotset.fleet.router.server import run

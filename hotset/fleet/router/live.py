@@ -1,4 +1,4 @@
-"""Publishes the data of a router's live page: its workers, with the numbers that they report to health checks."""
+"""Publishes the data of a router's live page: its workers, with the numbers that health checks return."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ class LiveFleet:
         self._fleet = fleet
         self.feed = Feed(lambda: {"hello": {"kind": "router", "version": __version__}, **self._message()}, dict)
         self._publishing: asyncio.Task[None] | None = None
-        self._previous: dict[str, tuple[float, int, int]] = {}  # by URL: time, and tokens generated and prefilled
+        self._previous: dict[str, tuple[float, int, int]] = {}  # by URL: time, tokens generated, tokens prefilled
 
     def response(self) -> Response:
         response = self.feed.response()
@@ -39,8 +39,8 @@ class LiveFleet:
         states = [worker.state for worker in self._fleet.workers if worker.up and worker.state is not None]
         sample = {
             "t": round(now, 3),
-            "tokens": round(sum(worker["tokens"] for worker in workers), 1),
-            "prefill": round(sum(worker["prefill"] for worker in workers), 1),
+            "tokens": round(sum(worker["tokens"] for worker in workers), 1),  # per second
+            "prefill": round(sum(worker["prefill"] for worker in workers), 1),  # per second
             "running": sum(state.running for state in states),
             "waiting": sum(state.waiting for state in states),
         }
@@ -59,7 +59,7 @@ class LiveFleet:
             "up": worker.up,
             "error": None if worker.up else worker.last_error,
             "requests": worker.requests,
-            # A restarted worker counts from 0 again.
+            # Per second. A restarted worker counts from 0 again.
             "tokens": round(max(0, generated - generated_before) / seconds, 1),
             "prefill": round(max(0, prefilled - prefilled_before) / seconds, 1),
             "state": None if state is None else state.model_dump(exclude={"control", "kv_events"}),

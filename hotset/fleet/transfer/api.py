@@ -119,7 +119,8 @@ class Transfer(Protocol):
         """Returns the state of a list. A state other than PENDING is final."""
 
     def transport(self) -> str:
-        """Returns a readable name of the transport that carries the bytes."""
+        """Returns a text like `UCX (intra-node cma/memory, tcp/lo; inter-node rc_mlx5/mlx5_0:1)`: the transports and
+        devices of each kind of connection."""
 
     def throughput(self) -> Throughput: ...
 

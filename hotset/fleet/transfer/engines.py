@@ -28,6 +28,7 @@ class TransferSettings:
     protocol: Literal["tcp", "rdma"] = "tcp"  # only for Mooncake; NIXL chooses its transports itself
     lanes: int = LANES
     deadline_s: float = DEADLINE_S  # a list of writes fails if it has not ended this long after its submission
+    device: str = "cpu"  # the GPU whose memory this process registers
 
     def open(self) -> Transfer:
         """Opens this process's endpoint. The caller closes it. Raises StartupError if the engine cannot be used on this
@@ -39,10 +40,21 @@ class TransferSettings:
             )
         if self.name not in BACKENDS:
             raise ConfigError(f"there is no transfer engine {self.name!r}; choose one of {', '.join(BACKENDS)}")
-        transfer = Lanes(BACKENDS[self.name](self), self.lanes, self.deadline_s)
+        self._use_device()
+        transfer = Lanes(BACKENDS[self.name](self), self.lanes, self.deadline_s, self._use_device)
         where = (self.name, self.host, self.interface, transfer.transport())
         log.info("transfer engine %s on %s, interface %s, %s", *where)
         return transfer
+
+    def _use_device(self) -> None:
+        """Makes the GPU the current one of this thread. Without it, UCX does not know to which device memory belongs,
+        and chooses network devices without regard to it."""
+        if self.device != "cpu":
+            import torch
+
+            from hotset.engine.loading import use_device
+
+            use_device(torch.device(self.device))
 
 
 BACKENDS: dict[str, Callable[[TransferSettings], Backend]] = {

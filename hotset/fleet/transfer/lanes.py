@@ -8,6 +8,7 @@ because `poll` enforces them.
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -114,8 +115,11 @@ class _Job:
 class _Lane:
     """One thread, and the lists of writes that it posts and checks."""
 
-    def __init__(self, backend: Backend, regions: Regions, meter: Meter, name: str) -> None:
+    def __init__(
+        self, backend: Backend, regions: Regions, meter: Meter, name: str, use_device: Callable[[], None]
+    ) -> None:
         self.peers: list[_Peer] = []
+        self._use_device = use_device
         self._backend = backend
         self._regions = regions
         self._meter = meter
@@ -177,6 +181,7 @@ class _Lane:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._use_device()
         pause = SHORTEST_PAUSE_S
         while True:
             with self._changed:
@@ -313,17 +318,31 @@ class _Lane:
 class Lanes:
     """Implements `Transfer` over a backend. A list fails `deadline_s` seconds after `submit`, unless it has ended."""
 
-    def __init__(self, backend: Backend, lanes: int, deadline_s: float) -> None:
+    def __init__(
+        self, backend: Backend, lanes: int, deadline_s: float, use_device: Callable[[], None] = lambda: None
+    ) -> None:
+        """`use_device` is called in every thread before its first call of the backend."""
         self.name = backend.name
-        self._backend = backend
+        self._use_device, self._prepared = use_device, threading.local()
+        self._shared = backend
         self._deadline_s = deadline_s
         self._regions = Regions()
         self._meter = Meter()
-        self._lanes = [_Lane(backend, self._regions, self._meter, f"{backend.name} lane {n}") for n in range(lanes)]
+        self._lanes = [
+            _Lane(backend, self._regions, self._meter, f"{backend.name} lane {n}", use_device) for n in range(lanes)
+        ]
         self._lock = threading.Lock()  # guards `_peers` and `_connecting`
         self._peers: dict[str, _Peer] = {}
         self._connecting: dict[str, object] = {}  # by name: identifies the newest `connect` call that is running
         self._closed = self._released = False
+
+    @property
+    def _backend(self) -> Backend:
+        """The backend. Makes the device the current one of this thread first."""
+        if not hasattr(self._prepared, "done"):
+            self._use_device()
+            self._prepared.done = True
+        return self._shared
 
     def register(self, region: Region) -> None:
         Regions([*self._regions, region])  # raises if the region is invalid or overlaps another

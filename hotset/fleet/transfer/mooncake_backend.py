@@ -141,7 +141,7 @@ class MooncakeBackend:
         return WriteState.FAILED_UNKNOWN if handle.failed else WriteState.DONE
 
     def transport(self) -> str:
-        return self._protocol.upper()
+        return f"Mooncake ({self._protocol}/{self._interface})"
 
     def close(self) -> None:
         for engine in self._engines:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 READER_DELAY_US, WRITER_DELAY_US = 2_000, 20_000
 
 # Lines of UCX's log: the transports that it chose, and its warnings.
-CHOSEN = re.compile(r" UCX +INFO +\S+ (?:intra|inter)-node cfg#\d+ (.*)")
+CHOSEN = re.compile(r" UCX +INFO +\S+ (intra-node|inter-node) cfg#\d+ (.*)")
 TRANSPORT = re.compile(r"\w+/[\w:.]+")
 WARNING = re.compile(r" UCX +(?:WARN|ERROR|FATAL) +(.*)")
 DEVICES_VARIABLE = "UCX_NET_DEVICES"
@@ -70,7 +70,8 @@ class UcxLog:
     """
 
     def __init__(self) -> None:
-        self.transports: tuple[str, ...] = ()  # transports of all connections so far
+        # The transports of each kind of connection so far. UCX does not say which peers have which kind.
+        self.kinds: tuple[str, ...] = ()
         self._lock = threading.Lock()
         self._file: TextIO | None = None
         if not {"UCX_LOG_FILE", "UCX_LOG_LEVEL"} & os.environ.keys():
@@ -93,7 +94,8 @@ class UcxLog:
             ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library and never flushes it
             lines = self._file.readlines()
             for match in filter(None, map(CHOSEN.search, lines)):
-                self.transports = tuple(dict.fromkeys([*self.transports, *TRANSPORT.findall(match[1])]))
+                kind = f"{match[1]} {', '.join(dict.fromkeys(TRANSPORT.findall(match[2])))}"
+                self.kinds = tuple(dict.fromkeys([*self.kinds, kind]))
         for match in filter(None, map(WARNING.search, lines)):
             log.warning("UCX: %s", match[1].strip())
 
@@ -219,7 +221,7 @@ class NixlBackend:
 
     def transport(self) -> str:
         self._log.read()
-        return f"UCX ({', '.join(self._log.transports) or 'transports not known yet'})"
+        return f"UCX ({'; '.join(self._log.kinds) or 'transports not known yet'})"
 
     def close(self) -> None:
         if self._agent is None:

@@ -51,7 +51,7 @@ struct Shared {
     alignas(8) u64 arrived[STAGES], released[STAGES];
     float factors[HEADS];
     float moments[WARPS][2];
-    u32 first_block;  // of those that score keys of the query
+    u32 first_block;  // the first block that scores keys of the query
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 
@@ -400,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) score(
                                  keys[2 * n + 1][1], shared.heads + group * 32 * DIM, n, n == 0);
                     }
                 }
-                end_products();
+                close_product_batch();
                 wait_for_products<0>();
 #pragma unroll
                 for (int group = first; group < last; ++group) {

@@ -16,20 +16,22 @@
 
 namespace {
 
-constexpr int DIM = 128, ROWS = 64, KEYS = 128;  // of a head; tokens of a warpgroup; keys of a tile
+constexpr int DIM = 128;          // values of a head
+constexpr int GROUP_TOKENS = 64;  // of a warpgroup
+constexpr int KEYS = 128;         // of a tile
 constexpr int WARPGROUP = 128, CONSUMERS = 2 * WARPGROUP, THREADS = CONSUMERS + WARPGROUP;
-constexpr int TOKENS = 2 * ROWS;  // of a block
-constexpr int BUFFERS = 2;        // for keys, and for values
+constexpr int TOKENS = 2 * GROUP_TOKENS;  // of a block
+constexpr int BUFFERS = 2;                // for keys, and for values
 constexpr int BOXES = KEYS / BOX_ROWS;
 constexpr float MAX_LEAD = 8;  // weights do not exceed 2**MAX_LEAD
 static_assert(KEYS % BOX_ROWS == 0 && BOX_ROWS % 8 == 0, "");
 
 struct Shared {
-    alignas(1024) u8 query[2][2][ROWS * 128];  // [warpgroup][half of the head]
+    alignas(1024) u8 query[2][2][GROUP_TOKENS * 128];  // [warpgroup][half of the head]
     alignas(1024) u8 keys[BUFFERS][2][KEYS * 128];
     alignas(1024) u8 values[BUFFERS][2][KEYS * 128];
     u64 keys_filled[BUFFERS], values_filled[BUFFERS], keys_free[BUFFERS], values_free[BUFFERS];
-    u64 last_values_copied;
+    u64 partial_values_copied;  // values of a segment's last tile that has fewer than KEYS rows
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the launch and the kernel disagree about the size of Shared");
 
@@ -49,7 +51,7 @@ struct Segment {
     __device__ __forceinline__ int tiles() const { return (length + KEYS - 1) / KEYS; }
 };
 
-// Returns the segment of token `first`, up to token `end` at most. Called by whole warps.
+// Returns those tokens of [first, end) that belong to the segment of token `first`. Called by whole warps.
 __device__ __forceinline__ Segment find_segment(const Inputs &in, int first, int end) {
     const int lane = threadIdx.x % 32;
     const i64 own = in.segment_of[first];
@@ -73,11 +75,11 @@ struct Turn {
 // Copies the tokens of this warpgroup to shared memory. Tokens that do not exist become zeros.
 __device__ __forceinline__ void load_query(Shared &shared, const u16 *q, i64 query_stride, int first, int end) {
     const int group = threadIdx.x / WARPGROUP, thread = threadIdx.x % WARPGROUP, chunk = thread % 16;
-    u8(&blocks)[2][ROWS * 128] = shared.query[group];
+    u8(&blocks)[2][GROUP_TOKENS * 128] = shared.query[group];
     uint4 units[8];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-        const int token = first + group * ROWS + 8 * n + thread / 16;
+        const int token = first + group * GROUP_TOKENS + 8 * n + thread / 16;
         units[n] = load_16(reinterpret_cast<const u8 *>(q + token * query_stride) + 16 * chunk, token < end);
     }
 #pragma unroll
@@ -87,8 +89,8 @@ __device__ __forceinline__ void load_query(Shared &shared, const u16 *q, i64 que
     publish_to_tensor_cores();
 }
 
-// Begins to copy the keys or the values of a tile, which begin at `column` of a row. Lane n copies box n: the rows from
-// `position` on, which are in `page`.
+// Begins to copy the keys or the values of a tile, which begin at `column` of a row. Lane n copies box n: the BOX_ROWS rows
+// from its `position` on, which are in its `page`.
 __device__ __forceinline__ void begin_tile(u8 (&blocks)[2][KEYS * 128], const void *map, int column, int position, int length,
                                            int page, u64 *barrier) {
     const int lane = threadIdx.x % 32, boxes = min(BOXES, (length - position / KEYS * KEYS + BOX_ROWS - 1) / BOX_ROWS);
@@ -101,7 +103,7 @@ __device__ __forceinline__ void begin_tile(u8 (&blocks)[2][KEYS * 128], const vo
     }
 }
 
-// Replaces the rows of a tile from `first` on, which are not part of the context, by zeros.
+// Replaces the rows of a tile from `first` on by zeros, because they are not part of the context.
 __device__ __forceinline__ void clear_rows(u8 (&blocks)[2][KEYS * 128], int first) {
     const int chunk = threadIdx.x % 16;
     for (int row = first + threadIdx.x / 16 % 2; row < KEYS; row += 2) {
@@ -110,13 +112,12 @@ __device__ __forceinline__ void clear_rows(u8 (&blocks)[2][KEYS * 128], int firs
     publish_to_tensor_cores();
 }
 
-// Fills the buffers with the tiles of all segments. Called by one warp. Each of its first lanes looks up the page of a box,
-// one tile ahead.
+// Fills the buffers with the tiles of all segments. Called by one warp. Lane n looks up the page of box n, one tile ahead.
 __device__ __forceinline__ void fill_buffers(Shared &shared, const Inputs &in, const void *map, int keys_at, int values_at,
                                              int first, int end) {
     const int lane = threadIdx.x % 32;
     Turn turn;
-    int last_tiles = 0;
+    int partial_tiles = 0;
     while (first < end) {
         const Segment segment = find_segment(in, first, end);
         const i64 *const pages = in.table + segment.seat * in.table_stride;
@@ -130,10 +131,10 @@ __device__ __forceinline__ void fill_buffers(Shared &shared, const Inputs &in, c
             begin_tile(shared.keys[buffer], map, keys_at, position, length, page, &shared.keys_filled[buffer]);
             wait_for_round(&shared.values_free[buffer], turn.round() ^ 1);
             const int rows = length - tile * KEYS;
-            u64 *const copied = rows < KEYS ? &shared.last_values_copied : &shared.values_filled[buffer];
+            u64 *const copied = rows < KEYS ? &shared.partial_values_copied : &shared.values_filled[buffer];
             begin_tile(shared.values[buffer], map, values_at, position, length, page, copied);
             if (rows >= KEYS) continue;
-            wait_for_round(copied, last_tiles++ % 2);
+            wait_for_round(copied, partial_tiles++ % 2);
             clear_rows(shared.values[buffer], rows);
             __syncwarp();
             if (lane == 0) arrive(&shared.values_filled[buffer]);
@@ -145,32 +146,32 @@ __device__ __forceinline__ void fill_buffers(Shared &shared, const Inputs &in, c
 // The running totals of the thread's two rows: `most` is near the largest score so far, and `mass` is the sum of
 // 2**(score - most) over the keys of this thread.
 struct Totals {
-    float most[2] = {LOWEST, LOWEST}, mass[2] = {0, 0};
+    float most[2] = {LOWEST_SCORE, LOWEST_SCORE}, mass[2] = {0, 0};
 };
 
 // Replaces the products of a tile by weights. Sets `shrinks` to the factors by which earlier sums must be multiplied. They
-// are 1 as long as no weight exceeds 2**MAX_LEAD, so that sums seldom change.
+// are 1 as long as no weight exceeds 2**MAX_LEAD, so that sums seldom have to be multiplied.
 __device__ __forceinline__ void weigh(float (&scores)[64], float scale, Totals &totals, float (&shrinks)[2]) {
-    float now[2] = {minus_infinity(), minus_infinity()};
+    float largest[2] = {minus_infinity(), minus_infinity()}, new_most[2];
 #pragma unroll
-    for (int n = 0; n < 64; ++n) now[n % 4 / 2] = fmaxf(now[n % 4 / 2], scores[n]);
+    for (int n = 0; n < 64; ++n) largest[n % 4 / 2] = fmaxf(largest[n % 4 / 2], scores[n]);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-        now[row] = fmaxf(now[row], __shfl_xor_sync(ALL, now[row], 1));
-        now[row] = scale * fmaxf(now[row], __shfl_xor_sync(ALL, now[row], 2));
+        largest[row] = fmaxf(largest[row], __shfl_xor_sync(ALL, largest[row], 1));
+        largest[row] = scale * fmaxf(largest[row], __shfl_xor_sync(ALL, largest[row], 2));
         const float most = totals.most[row];
-        if (now[row] <= most + MAX_LEAD) now[row] = most;
-        shrinks[row] = power_of_2(most - now[row]);
-        totals.most[row] = now[row], totals.mass[row] *= shrinks[row];
+        new_most[row] = largest[row] <= most + MAX_LEAD ? most : largest[row];
+        shrinks[row] = power_of_2(most - new_most[row]);
+        totals.most[row] = new_most[row], totals.mass[row] *= shrinks[row];
     }
 #pragma unroll
     for (int n = 0; n < 64; ++n) {
-        scores[n] = power_of_2(scores[n] * scale - now[n % 4 / 2]);
+        scores[n] = power_of_2(scores[n] * scale - new_most[n % 4 / 2]);
         totals.mass[n % 4 / 2] += scores[n];
     }
 }
 
-// Removes the keys that a token does not see.
+// Sets the scores of keys that a token does not see to minus infinity.
 __device__ __forceinline__ void mask(float (&scores)[64], int first_position, const int (&last_seen)[2]) {
     const int column = first_position + threadIdx.x % 4 * 2;
 #pragma unroll
@@ -185,7 +186,7 @@ struct Consumer {
     float scale;
     Turn turn;  // of the next tile's keys
     float scores[64], sums[64];
-    u32 weights[32];  // of the tile before, as bfloat16
+    u32 weights[32];  // of the previous tile, as bfloat16
     Totals totals;
     float shrinks[2];
 
@@ -196,20 +197,20 @@ struct Consumer {
         begin_products();
 #pragma unroll
         for (int step = 0; step < DIM / 16; ++step) multiply_columns(scores, query, keys, step, step == 0);
-        end_products();
+        close_product_batch();
     }
-    // Begins to add the values of the tile before.
+    // Begins to add the weighted values of the previous tile to the sums.
     __device__ __forceinline__ void begin_sums() {
-        const Turn before = {turn.number - 1};
-        const u64 values = description_of<KEYS>(shared.values[before.buffer()]);
-        wait_for_round(&shared.values_filled[before.buffer()], before.round());
+        const Turn previous = {turn.number - 1};
+        const u64 values = description_of<KEYS>(shared.values[previous.buffer()]);
+        wait_for_round(&shared.values_filled[previous.buffer()], previous.round());
         begin_products();
 #pragma unroll
         for (int step = 0; step < KEYS / 16; ++step) {
             const u32 *four = weights + 4 * step;
             multiply_rows(sums, four[0], four[1], four[2], four[3], values, step);
         }
-        end_products();
+        close_product_batch();
     }
     __device__ __forceinline__ void end_scores() {
         pin(scores);
@@ -222,7 +223,9 @@ struct Consumer {
 #pragma unroll
         for (int n = 0; n < 32; ++n) weights[n] = packed_bfloat(scores[2 * n], scores[2 * n + 1]);
     }
-    // Ends the sums of the tile two before the next one, if there is one, and prepares them for the tile after.
+    // Waits for the sums that `begin_sums` has begun for this segment, if any. Then multiplies them by `shrinks`, so that
+    // values can be added with the newest weights. The wait is outside of `if (begun)`, because nvcc would otherwise make
+    // the kernel wait for every single product.
     __device__ __forceinline__ void end_sums(bool begun) {
         wait_for_products<0>();
         pin(sums);
@@ -232,8 +235,8 @@ struct Consumer {
         for (int n = 0; n < 64; ++n) sums[n] *= shrinks[n % 4 / 2];
     }
 
-    // Weighs the next tile while the values of the tile before are added. The sums are ended by the next call: if they were
-    // ended here, the compiler would move that before the computation of weights. A branch would have the same effect.
+    // Weighs the next tile while the values of the previous tile are added. The next call of `end_sums` waits for these
+    // sums. It does not stand here, because nvcc would move its wait before the computation of the weights.
     template <bool masked> __device__ __forceinline__ void attend_to_next(int tile, const int (&last_seen)[2]) {
         end_sums(tile > 1);
         round_weights();
@@ -251,15 +254,15 @@ struct Consumer {
         totals = Totals();
 #pragma unroll
         for (int n = 0; n < 64; ++n) sums[n] = 0;
-        const int tiles = segment.tiles(), all_see = (segment.start + 1) / KEYS;  // tiles that need no mask
+        const int tiles = segment.tiles(), unmasked_tiles = (segment.start + 1) / KEYS;
         if (tiles == 0) return;
         begin_scores();
         wait_for_products<0>();
         end_scores();
-        if (all_see == 0) mask(scores, 0, last_seen);
+        if (unmasked_tiles == 0) mask(scores, 0, last_seen);
         weigh(scores, scale, totals, shrinks);
         int tile = 1;
-        for (; tile < all_see; ++tile) attend_to_next<false>(tile, last_seen);
+        for (; tile < unmasked_tiles; ++tile) attend_to_next<false>(tile, last_seen);
         for (; tile < tiles; ++tile) attend_to_next<true>(tile, last_seen);
         end_sums(tiles > 1);
         round_weights();
@@ -294,7 +297,7 @@ __device__ __forceinline__ void attend_all(Shared &shared, const Inputs &in, flo
             float mass = consumer.totals.mass[row];
             mass += __shfl_xor_sync(ALL, mass, 1);
             mass += __shfl_xor_sync(ALL, mass, 2);
-            const float inverse = 1 / fmaxf(mass, LEAST);
+            const float inverse = 1 / fmaxf(mass, MIN_DIVISOR);
             u16 *const to = out + (token + 8 * row) * out_stride + lane % 4 * 2;
             if (!own[row]) continue;
 #pragma unroll
@@ -332,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(
             prepare_barrier(&shared.keys_free[n], CONSUMERS / 32);
             prepare_barrier(&shared.values_free[n], CONSUMERS / 32);
         }
-        prepare_barrier(&shared.last_values_copied, 1);
+        prepare_barrier(&shared.partial_values_copied, 1);
         acquire_map(map);
     }
     __syncthreads();

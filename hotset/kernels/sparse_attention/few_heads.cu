@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attend(
     __syncthreads();
     const int weighed_head = warp * HEADS_OF_WARP + lane / LANES_OF_HEAD;
     const float factor = FP8 ? shared.factors[weighed_head] : scale;
-    float most = LOWEST, mass = 0;
+    float most = LOWEST_SCORE, mass = 0;
     Sums sums = {};
     int at = 0;  // position of the step's rows in the ring
     for (int n = 0; n < steps; ++n, at = wrapped(at + KEYS)) {

@@ -86,10 +86,11 @@ __device__ __forceinline__ float4 key_scales_of(const KeyScale (&key_scales)[KEY
 }
 
 // Replaces the scores of a tile by weights, multiplied by the units of their keys. Sets `shrinks` to the factors
-// by which earlier sums must be multiplied. They are 1 as long as no weight exceeds 2**MAX_LEAD, so that sums seldom change.
+// by which earlier sums must be multiplied. They are 1 as long as no weight exceeds 2**MAX_LEAD, so that sums
+// seldom have to be multiplied.
 __device__ __forceinline__ void weigh(float (&scores)[32], const KeyScale (&key_scales)[KEYS], int lane,
                                       const float (&factors)[2], Totals &totals, float (&shrinks)[2]) {
-    float units[16], now[2] = {LOWEST, LOWEST};
+    float units[16], largest[2] = {LOWEST_SCORE, LOWEST_SCORE}, new_most[2];
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
         const float4 both = key_scales_of(key_scales, n, lane);
@@ -99,24 +100,24 @@ __device__ __forceinline__ void weigh(float (&scores)[32], const KeyScale (&key_
             float &score = scores[4 * n + i];
             const float factor = FP8 ? factors[i / 2] * units[2 * n + i % 2] : factors[i / 2];
             score = score * factor + (i % 2 ? both.w : both.y);
-            now[i / 2] = fmaxf(now[i / 2], score);
+            largest[i / 2] = fmaxf(largest[i / 2], score);
         }
     }
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {
-        const float others[2] = {__shfl_xor_sync(ALL, now[0], step), __shfl_xor_sync(ALL, now[1], step)};
-        now[0] = fmaxf(now[0], others[0]), now[1] = fmaxf(now[1], others[1]);
+        const float others[2] = {__shfl_xor_sync(ALL, largest[0], step), __shfl_xor_sync(ALL, largest[1], step)};
+        largest[0] = fmaxf(largest[0], others[0]), largest[1] = fmaxf(largest[1], others[1]);
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
         const float most = totals.most[row];
-        if (now[row] <= most + MAX_LEAD) now[row] = most;
-        shrinks[row] = power_of_2(most - now[row]);
-        totals.most[row] = now[row], totals.mass[row] *= shrinks[row];
+        new_most[row] = largest[row] <= most + MAX_LEAD ? most : largest[row];
+        shrinks[row] = power_of_2(most - new_most[row]);
+        totals.most[row] = new_most[row], totals.mass[row] *= shrinks[row];
     }
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
-        scores[n] = power_of_2(scores[n] - now[n % 4 / 2]);
+        scores[n] = power_of_2(scores[n] - new_most[n % 4 / 2]);
         totals.mass[n % 4 / 2] += FP8 ? scores[n] * inverse_of(units[n / 4 * 2 + n % 2]) : scores[n];
     }
 }
@@ -147,8 +148,9 @@ __device__ __forceinline__ void store_sums(u8 *stage, const Sums &sums, const fl
     if (lane < min(heads, 16)) begin_store(out + lane * RANK, stage + lane * ROW_STRIDE, RANK / 2 * sizeof(T));
     end_stores();
 }
-// Writes the results of a block: `out` as passed to the kernel, `half` that of the latents. Overwrites query and tiles, so
-// all products must have ended. (Without tiles, copies of zeros may still be arriving. But then all sums are 0, too.)
+// Writes the results of half the latents (`half`: 0 for the left half) to `out`, as passed to the kernel. Overwrites query
+// and tiles, so all products must have ended. (Without tiles, copies of zeros may still be arriving. But then all sums are
+// 0, too.)
 __device__ __forceinline__ void store_result(Shared &shared, const Sums &sums, const float (&factors)[2], void *out,
                                              const Sizes &sizes, int half, bool filled) {
     const Place place = place_of(sizes);
@@ -178,7 +180,7 @@ __device__ __forceinline__ void begin_scores(Shared &shared, int tile, float (&s
     for (int step = 16; step < 32; ++step) multiply_columns<FP8>(scores, query, keys, step, false);
 #pragma unroll
     for (int step = 32; step < 36; ++step) multiply_columns<false>(scores, query, keys, step, false);
-    end_products();
+    close_product_batch();
 }
 
 // Computes the weights of a tile from its scores, writes them for the other warpgroup, and begins to add the left half of
@@ -212,7 +214,7 @@ __device__ __forceinline__ void begin_sums(Shared &shared, int tile, int lane, f
         const u32 *four = weights + 4 * step;
         multiply_rows<FP8>(sums, four[0], four[1], four[2], four[3], description_of(blocks), step);
     }
-    end_products();
+    close_product_batch();
 }
 
 // Computes the scores and weights of all tiles, and the sums of the left half of the latents.
@@ -221,7 +223,7 @@ __device__ __forceinline__ void attend_left(Shared &shared, const Sizes &sizes, 
     const int lane = kept(threadIdx.x % 32), row = threadIdx.x / 32 * 16 + lane / 4;
     const float factors[2] = {shared.factors[row], shared.factors[row + 8]};
     Sums sums = {};
-    Totals totals = {{LOWEST, LOWEST}, {0, 0}};
+    Totals totals = {{LOWEST_SCORE, LOWEST_SCORE}, {0, 0}};
     float scores[32] = {};
     for (int tile = 0; tile < tiles; ++tile) {
         begin_scores(shared, tile, scores);
@@ -239,7 +241,7 @@ __device__ __forceinline__ void attend_left(Shared &shared, const Sizes &sizes, 
         float mass = totals.mass[n];
         mass += __shfl_xor_sync(ALL, mass, 1);
         mass += __shfl_xor_sync(ALL, mass, 2);
-        inverses[n] = 1 / fmaxf(mass, LEAST);
+        inverses[n] = 1 / fmaxf(mass, MIN_DIVISOR);
         const int head = row + 8 * n;
         if (lane % 4 == 0) shared.inverse_mass[head] = inverses[n];
         if (lane % 4 == 0 && sizes.splits > 1 && place.head_first + head < sizes.heads) {
@@ -266,7 +268,7 @@ __device__ __forceinline__ void attend_right(Shared &shared, const Sizes &sizes,
         begin_products();
 #pragma unroll
         for (int step = 0; step < 4; ++step) multiply_rows<FP8>(sums, weights, latents, step);
-        end_products();
+        close_product_batch();
         wait_for_products<0>();
         pin(sums);
         arrive_as_warp(&shared.right_free[buffer], lane);

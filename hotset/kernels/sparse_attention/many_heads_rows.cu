@@ -241,7 +241,7 @@ __device__ __forceinline__ void begin_blocks(u8 (&blocks)[BLOCKS][BLOCK], int ke
         const u8 *at = rows + static_cast<i64>(max(entries[row], 0)) * row_stride + 16 * chunk;
 #pragma unroll
         for (int block = from; block < to; ++block) {
-            copy_unit(blocks[block] + place_in_block(key + 4 * row, chunk), at + 128 * block, entries[row] >= 0);
+            begin_copy_16(blocks[block] + place_in_block(key + 4 * row, chunk), at + 128 * block, entries[row] >= 0);
         }
     }
 }
@@ -264,9 +264,9 @@ __device__ __forceinline__ void fill_tiles(Shared &shared, const u8 *rows, i64 r
 #pragma unroll
     for (int row = 0; row < 4; ++row) next_entries[row] = load_entry(row_ids, first + KEYS + key + 4 * row, stop);
     begin_blocks<0, HALF_BLOCKS>(shared.tiles[0], key, entries, rows, row_stride);
-    end_copies();
+    close_copy_group();
     begin_blocks<HALF_BLOCKS, BLOCKS>(shared.tiles[0], key, entries, rows, row_stride);
-    end_copies();
+    close_copy_group();
     const int tiles = wait_for_tiles(shared);
     for (int tile = 0; tile < tiles; ++tile) {
         const int buffer = tile % 2, round = tile / 2 % 2;
@@ -280,7 +280,7 @@ __device__ __forceinline__ void fill_tiles(Shared &shared, const u8 *rows, i64 r
         }
         if (tile > 0) {
             begin_blocks<0, HALF_BLOCKS>(blocks, key, entries, rows, row_stride);
-            end_copies();
+            close_copy_group();
         }
 #pragma unroll
         for (int row = 0; row < 4; ++row) {
@@ -296,7 +296,7 @@ __device__ __forceinline__ void fill_tiles(Shared &shared, const u8 *rows, i64 r
         }
         if (tile > 0) {
             begin_blocks<HALF_BLOCKS, BLOCKS>(blocks, key, entries, rows, row_stride);
-            end_copies();
+            close_copy_group();
         }
         if (pending) pass_on<1>(&shared.left_filled[buffer], lane);
 #pragma unroll

@@ -34,14 +34,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) merge(
     float4 parts[AT_ONCE];
     load_splits(parts, mine, 0, splits, heads * RANK);  // also those of empty splits, which are not yet known
     const float mass = lane < splits ? lse[(query * splits + lane) * heads + head] : minus_infinity();
-    float most = fmaxf(mass, LOWEST);
+    float most = fmaxf(mass, LOWEST_SCORE);
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
     const float weight = exp2f(mass - most);
     float total = weight;
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(ALL, total, step);
-    const float share = weight / fmaxf(total, LEAST);
+    const float share = weight / fmaxf(total, MIN_DIVISOR);
     float4 sum = {0, 0, 0, 0};
     for (i64 first = 0; first < splits; first += AT_ONCE) {
         if (first > 0) load_splits(parts, mine, first, splits, heads * RANK);

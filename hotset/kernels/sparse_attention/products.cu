@@ -76,7 +76,7 @@ __device__ __forceinline__ void score(Shared &shared, int at, int key, const Que
 __device__ __forceinline__ void weigh(Shared &shared, float factor, float &most, float &mass) {
     const int lane = threadIdx.x % 32, mine = lane % LANES_OF_HEAD;
     const int head = threadIdx.x / 32 * HEADS_OF_WARP + lane / LANES_OF_HEAD;
-    float scores[QUADS][4], now = most;
+    float scores[QUADS][4], new_most = most;
     int keys[QUADS];
 #pragma unroll
     for (int n = 0; n < QUADS; ++n) {
@@ -92,17 +92,19 @@ __device__ __forceinline__ void weigh(Shared &shared, float factor, float &most,
         scores[n][0] = sum.x * factor + level.x, scores[n][1] = sum.y * factor + level.y;
         scores[n][2] = sum.z * factor + level.z, scores[n][3] = sum.w * factor + level.w;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) now = fmaxf(now, scores[n][i]);
+        for (int i = 0; i < 4; ++i) new_most = fmaxf(new_most, scores[n][i]);
     }
 #pragma unroll
-    for (int step = LANES_OF_HEAD / 2; step > 0; step /= 2) now = fmaxf(now, __shfl_xor_sync(ALL, now, step));
-    const float shrink = power_of_2(most - now);
-    most = now, mass *= shrink;
+    for (int step = LANES_OF_HEAD / 2; step > 0; step /= 2) {
+        new_most = fmaxf(new_most, __shfl_xor_sync(ALL, new_most, step));
+    }
+    const float shrink = power_of_2(most - new_most);
+    most = new_most, mass *= shrink;
     if (mine == 0) shared.shrinks[head] = shrink;
 #pragma unroll
     for (int n = 0; n < QUADS; ++n) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[n][i] = power_of_2(scores[n][i] - now);
+        for (int i = 0; i < 4; ++i) scores[n][i] = power_of_2(scores[n][i] - new_most);
         const float4 inverse = *reinterpret_cast<const float4 *>(&shared.inverses[keys[n]]);
         mass += scores[n][0] * inverse.x + scores[n][1] * inverse.y + scores[n][2] * inverse.z + scores[n][3] * inverse.w;
         const uint2 packed = FP8 ? uint2{packed_half(scores[n][0], scores[n][1]), packed_half(scores[n][2], scores[n][3])}
@@ -157,7 +159,7 @@ __device__ __forceinline__ void add_keys(const Shared &shared, int at, int key, 
 #pragma unroll
     for (int n = 0; n < PART / (FP8 ? 32 : 16); ++n) {
         u32 words[4];
-        load_matrices_turned(words, from + 32 * n);
+        load_matrices_transposed(words, from + 32 * n);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 b0 = words[2 * half], b1 = words[2 * half + 1];

@@ -20,7 +20,7 @@ __device__ __forceinline__ void store_sums(const Shared &shared, const Sums &sum
     for (int n = 0; n < 2 * TURNS; ++n) {
         const int head = n * 8 + lane / 4, i = n % 2 * 2;
         if (head >= heads) continue;
-        const float inverse = 1 / fmaxf(shared.mass[head], LEAST);
+        const float inverse = 1 / fmaxf(shared.mass[head], MIN_DIVISOR);
         T *to = out + head * RANK + warp * PART + (FP8 ? 4 : 2) * (lane % 4);
         const float (&mine)[PART / 8][4] = sums[n / 2];
 #pragma unroll

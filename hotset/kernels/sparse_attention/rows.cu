@@ -86,16 +86,16 @@ __device__ __forceinline__ void begin_rows(Shared &shared, int at, int entry, co
 #pragma unroll
         for (int chunk = 0; chunk < CHUNKS; chunk += 32) {
             const bool in_row = chunk + 32 <= CHUNKS || chunk + lane < CHUNKS;
-            if (in_row) copy_unit(to + 16 * chunk, from + 16 * chunk, index >= 0);
+            if (in_row) begin_copy_16(to + 16 * chunk, from + 16 * chunk, index >= 0);
         }
-        if (n % ROWS_OF_GROUP == ROWS_OF_GROUP - 1) end_copies();
+        if (n % ROWS_OF_GROUP == ROWS_OF_GROUP - 1) close_copy_group();
     }
 }
 
 // Replaces begin_rows when no row is left, so that every step begins the same number of copy groups.
 __device__ __forceinline__ void begin_nothing() {
 #pragma unroll
-    for (int n = 0; n < KEYS / GROUP; ++n) end_copies();
+    for (int n = 0; n < KEYS / GROUP; ++n) close_copy_group();
 }
 
 // Loads the entries from `start` on, PEEKED per thread and one block of threads apart, for `end_of`.

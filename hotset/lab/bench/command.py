@@ -17,7 +17,7 @@ from hotset.base.flags import (
     check_output_file,
     config_values,
     with_flags,
-    with_key_of_file,
+    with_key_from_file,
 )
 from hotset.base.logs import log_to_stderr
 from hotset.base.status_line import StatusLine, TaskProgress
@@ -87,7 +87,7 @@ def bench(
     **values: Any,
 ) -> None:
     """Measure throughput and latency of a running server."""
-    values = with_key_of_file(values, api_key_file)
+    values = with_key_from_file(values, api_key_file)
     config = BenchConfig(**config_values(BenchConfig, values))
     check_output_file("--json", json_file)
     check_output_file("--plot", plot_file, PICTURE_SUFFIXES)

@@ -9,7 +9,7 @@ import typer
 from hotset.base.config import EngineConfig
 from hotset.base.engine_settings import MODEL_HELP
 from hotset.base.errors import StartupError
-from hotset.base.flags import EXIT_USAGE, ApiKeyFile, CliCommand, config_values, with_flags, with_key_of_file
+from hotset.base.flags import EXIT_USAGE, ApiKeyFile, CliCommand, config_values, with_flags, with_key_from_file
 from hotset.base.serve_config import ServeConfig
 from hotset.base.status_line import StatusLine
 
@@ -45,7 +45,7 @@ def doctor(
     from hotset.lab.doctor.report import WIDTH, print_results, to_json
 
     try:
-        values = with_key_of_file(values, api_key_file) | ({} if model is None else {"model": model})
+        values = with_key_from_file(values, api_key_file) | ({} if model is None else {"model": model})
         subject = _subject(values, named=model is not None)
         with StatusLine("Checking") as line:
             results = examine(subject, line.show)

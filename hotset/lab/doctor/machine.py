@@ -23,8 +23,8 @@ from hotset.base.host_checks import (
 )
 from hotset.base.host_memory import host_memory
 from hotset.base.listeners import bound_socket, check_free
+from hotset.base.rdma import active_ports
 from hotset.lab.doctor.findings import Subject
-from hotset.lab.doctor.rdma import active_ports
 
 # The distributions of the extras in pyproject.toml.
 EXTRAS = {
@@ -82,7 +82,7 @@ def check_host(subject: Subject) -> list[Finding]:
         return found
     found += [check_huge_pages(replace(needs, workers=workers), root) for workers in (1, max(2, subject.ranks))]
     found += [check_numa(subject.gpus, root), check_shared_folder(root)]
-    if active_ports(root):
+    if active_ports(sysfs=root / "sys"):
         locked = check_locked_memory(needs, root)
         if subject.config.role == "both" and locked.level == "broken":
             locked = replace(locked, level="slow", what=f"for handoffs, {locked.what}")

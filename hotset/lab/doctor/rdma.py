@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hotset.base.devices import pci_address
 from hotset.base.host_checks import Finding
+from hotset.base.rdma import active_ports, rdma_devices
 from hotset.lab.doctor.findings import Subject
 
 DEVICES = "sys/class/infiniband"
@@ -20,14 +21,14 @@ class RdmaPort:
     device: Path  # the device's folder among the PCI devices
 
 
-def active_ports(root: Path) -> list[RdmaPort]:
+def describe_ports(root: Path) -> list[RdmaPort]:
     """Returns the active ports of all RDMA devices of the machine whose folder `sys` is in `root`."""
     found = []
-    for state in sorted((root / DEVICES).glob("*/ports/*/state")):
-        port, device = state.parent, state.parents[2]
-        if "ACTIVE" in _read(state):  # like "4: ACTIVE"
-            name, link = f"{device.name}:{port.name}", _read(port / "link_layer")
-            found.append(RdmaPort(name, _read(port / "rate"), link, (device / "device").resolve()))
+    for name in active_ports(sysfs=root / "sys"):
+        device, _, number = name.partition(":")
+        folder = root / DEVICES / device
+        rate, link = (_read(folder / "ports" / number / entry) for entry in ("rate", "link_layer"))
+        found.append(RdmaPort(name, rate, link, (folder / "device").resolve()))
     return found
 
 
@@ -48,7 +49,7 @@ def distance(one: Path, other: Path) -> str:
 
 def check_rdma(subject: Subject) -> list[Finding]:
     """Reports the active ports with their nearest GPUs, and GPUs without a near port."""
-    ports, devices = active_ports(subject.root), sorted(path.name for path in (subject.root / DEVICES).glob("*"))
+    ports, devices = describe_ports(subject.root), rdma_devices(subject.root / "sys")
     if not devices:
         return [Finding("skipped", "no RDMA device; handoffs to other machines would use TCP")]
     if not ports:

@@ -108,6 +108,7 @@ def plan(
     from hotset.lab.bench.svg import write_picture
     from hotset.lab.plan.model_configs import find_config
     from hotset.lab.plan.planner import GOALS, make_plan
+    from hotset.lab.plan.roles import best_roles
     from hotset.lab.plan.tables import picture, print_plan
 
     if goal not in GOALS:
@@ -120,7 +121,9 @@ def plan(
     if plot is not None:
         write_picture(picture(made), model, plot)
     if as_json:
-        print(json.dumps(made.to_json(), indent=2))
+        roles = best_roles(made)
+        names = {} if roles is None else {"prefill": roles.prefill.name, "decode": roles.decode.name}
+        print(json.dumps(made.to_json() | {"roles": names}, indent=2))
     else:
         from rich.console import Console
 

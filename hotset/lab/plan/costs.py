@@ -173,8 +173,21 @@ class RankCosts:
         self._decode_rates[requests] = rates
         return rates
 
+    def prompt_step_seconds(
+        self, chunks: Sequence[tuple[int, int]], expert_share: float = 1.0, decodes: int = 0
+    ) -> float:
+        """Returns the time of a step that computes `chunks`, tokens [first, last) of prompts.
+
+        It takes the products of the chunks, or the time to read the weights if that is longer, and the collectives. The
+        latter also carry the tokens of `decodes` requests, which decode beside the chunks. For `expert_share`, see
+        `prefill_seconds`.
+        """
+        tokens = decodes + sum([last - first for first, last in chunks])
+        products = sum([self.prefill_seconds(*chunk, expert_share) for chunk in chunks])
+        return max(self.decode_rates(tokens).fixed_s, products + self._links_seconds(tokens))
+
     def prefill_seconds(self, first: int, last: int, expert_share: float = 1.0) -> float:
-        """Returns the time that tokens [first, last) of a prompt take.
+        """Returns the time of the products of tokens [first, last) of a prompt.
 
         The experts of this rank receive the prompt tokens of all data parallel ranks. `expert_share` is their number,
         divided by what it would be if every rank had as many as this one.
@@ -201,10 +214,13 @@ class RankCosts:
         tokens = requests * self._split.dp_size
         return 1.0 - (1 - self._spec.moe.experts_per_token / self._spec.moe.experts) ** tokens
 
-    def _links_seconds(self, requests: int) -> float:
-        """Returns the time of all-reduces (tensor parallel), or of gathers and scatters for experts (data parallel)."""
+    def _links_seconds(self, tokens: int) -> float:
+        """Returns the time of all-reduces (tensor parallel), or of gathers and scatters for experts (data parallel).
+
+        `tokens` are those of the data parallel rank that has the most: the gathers pad the tokens of the others.
+        """
         ranks = self._split.size
-        nbytes = self._collectives * requests * self._spec.hidden * 2 * (ranks - 1.0)
+        nbytes = self._collectives * tokens * self._spec.hidden * 2 * (ranks - 1.0)
         if self._split.dp_size == 1:
             nbytes *= 2 / ranks
         return nbytes / (self._gpu.link_gb_per_s * 1e9) + self._collectives * COEFFICIENTS.collective_us * 1e-6

@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+import torch
+
 from hotset.base.config import EngineConfig, TiersMode
 from hotset.base.errors import ConfigError
 from hotset.base.settings import flag_name
 from hotset.base.units import ceil_div
+from hotset.engine.sizing import plans_in_flight
 from hotset.lab.plan.capacity import Capacity, plan_capacity, whole_token_bytes, with_host_store
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import Machine
+from hotset.lab.plan.pipeline import pipeline_seconds, seconds_between_tokens
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.spec import DTYPE_BYTES, dtype_name
 
@@ -33,6 +37,7 @@ class Decode:
     swap_bytes: float | None = None  # the same
     bus_share: float | None = None  # share of the bus's bandwidth that swap-ins use
     prompt_s: float | None = None  # time of one prompt of this length, while no other request runs
+    prompt_tokens_per_s: float | None = None  # computed while many such prompts, and nothing else, run
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class Plan:
     contexts: tuple[int, ...]
     goal: Goal
     token_bytes: int  # of one token's rows and index keys, over all layers
+    sparse: bool  # whether an indexer selects rows
     splits: tuple[SplitPlan, ...]  # the best one first; those that do not fit last
 
     @property
@@ -100,8 +106,15 @@ def make_plan(
     if machine.gpu is not None and spec.attention.has_fp8_rows:
         config = replace(config, kv_dtype="fp8", index_dtype="fp8")
     plans = [_split_plan(name, split, files, machine, contexts) for name, split in _splits(config, machine)]
-    token_bytes = whole_token_bytes(config, files, machine)
-    return Plan(model, machine, contexts, goal, token_bytes, tuple(sorted(plans, key=lambda p: _sort_key(p, goal))))
+    return Plan(
+        model,
+        machine,
+        contexts,
+        goal,
+        token_bytes=whole_token_bytes(config, files, machine),
+        sparse=spec.attention.topk is not None,
+        splits=tuple(sorted(plans, key=lambda p: _sort_key(p, goal))),
+    )
 
 
 def _splits(config: EngineConfig, machine: Machine) -> list[tuple[str, EngineConfig]]:
@@ -147,13 +160,13 @@ def predict(capacity: Capacity, files: ModelFiles, machine: Machine, context: in
     tiered, replicas = capacity.tiered(count, context), config.data_parallel_size
     if machine.gpu is None or count == 0:
         return Decode(context, count * replicas, tiered * replicas)
-    costs = rank_costs(capacity, files, machine)
-    stages = config.pipeline_parallel_size
-    # Each stage computes one of `stages` batches at a time.
+    costs, stages = rank_costs(capacity, files, machine), config.pipeline_parallel_size
+    # Each stage computes one of at most `stages` batches at a time.
     batch, batch_tiered = ceil_div(count, stages), ceil_div(tiered, stages)
     steps = [rank.decode(batch, context, batch_tiered) for rank in costs]
     slowest = max(steps, key=lambda step: step.seconds)
-    token_s = slowest.seconds * stages
+    token_s = seconds_between_tokens([step.seconds for step in steps], ceil_div(count, batch))
+    alone, together = (_prompt_steps(config, costs, context, share) for share in (1 / replicas, 1.0))
     return Decode(
         context,
         count * replicas,
@@ -163,8 +176,18 @@ def predict(capacity: Capacity, files: ModelFiles, machine: Machine, context: in
         missed_rows=slowest.missed_rows,
         swap_bytes=slowest.swap_bytes,
         bus_share=slowest.bus_share,
-        prompt_s=sum(rank.prefill_seconds(0, context) for rank in costs),
+        prompt_s=pipeline_seconds(alone, plans_in_flight(config, torch.device("cuda"))),
+        prompt_tokens_per_s=replicas * context / max(map(sum, zip(*together, strict=True))),
     )
+
+
+def _prompt_steps(
+    config: EngineConfig, stages: Sequence[RankCosts], context: int, expert_share: float
+) -> list[list[float]]:
+    """Returns the time of each chunk of a prompt on each stage."""
+    size = config.max_num_batched_tokens
+    chunks = [(first, min(first + size, context)) for first in range(0, context, size)]
+    return [[rank.prompt_step_seconds([chunk], expert_share) for rank in stages] for chunk in chunks]
 
 
 def rank_costs(capacity: Capacity, files: ModelFiles, machine: Machine) -> list[RankCosts]:

@@ -8,6 +8,7 @@ from hotset.base.units import GIB, MIB, show_bytes
 from hotset.lab.bench.svg import Line, Panel, page
 from hotset.lab.plan.gpus import Machine
 from hotset.lab.plan.planner import Decode, Plan, SplitPlan
+from hotset.lab.plan.roles import best_roles
 
 BLUE, GREY = "#1f5fa8", "#8a8a8a"
 COLUMNS = ("context", "tiers", "requests", "tiered", "missed", "swap", "bus", "ms/token", "tokens/s", "prompt s")
@@ -18,7 +19,7 @@ LEGEND = (
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    """Prints the machine, all splits, the best split by context length, and the flags to use."""
+    """Prints the machine, all splits, the best split by context length, splits for each role, and the flags to use."""
     console.print(f"[bold]{escape(plan.model)}[/] on {describe(plan.machine)}", highlight=False)
     console.print(f"one token takes {show_bytes(plan.token_bytes)} of KV", style="dim", highlight=False)
     if len(plan.splits) > 1:
@@ -35,6 +36,10 @@ def print_plan(console: Console, plan: Plan) -> None:
         console.print(LEGEND, style="dim", highlight=False)
     else:
         console.print("the cost model predicts tokens/s of GPUs only", style="dim", highlight=False)
+    if (roles := best_roles(plan)) is not None:
+        console.print("\nEngines for one role each")
+        for sentence in roles.sentences:
+            console.print(sentence, highlight=False)
     console.print(f"\nhotset serve {escape(' '.join([plan.model, *plan.flags()]))}", highlight=False, soft_wrap=True)
 
 
@@ -56,7 +61,7 @@ def _splits_table(plan: Plan) -> Table:
         padding=(0, 1, 0, 0),
     )
     table.add_column("split")
-    for column in ("weights/GPU", "KV/GPU", "tiers off", "on", "ms/token", "tokens/s"):
+    for column in ("weights/GPU", "KV/GPU", "tiers off", "on", "ms/token", "tokens/s", "prompt s"):
         table.add_column(column, justify="right")
     for split in plan.splits:
         if split.reason is not None:
@@ -71,6 +76,7 @@ def _splits_table(plan: Plan) -> Table:
             f"{split.tiers_on[-1].requests:,}",
             _number(best.step_ms, 1),
             _number(best.tokens_per_s),
+            _number(best.prompt_s, 1),
         )
     return table
 

@@ -164,9 +164,10 @@ def simulate(
     from hotset.lab.bench.svg import write_picture
     from hotset.lab.bench.workload import read_trace
     from hotset.lab.plan.model_configs import find_config
+    from hotset.lab.plan.pipeline import SimulatedClock
     from hotset.lab.plan.planner import rank_costs
     from hotset.lab.simulate.prompts import arrivals
-    from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost
+    from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, StepCost
     from hotset.lab.simulate.traffic import planned_split, run_traffic, simulated_engine
     from hotset.lab.simulate.traffic_report import picture, print_traffic
 

@@ -148,6 +148,9 @@ class RecordingModel:
         assert isinstance(view, ResidentView)
         return self.inner.forward(token_ids, RecordingView(view, self._recorded))
 
+    def forward_once(self, token_ids: Tensor, view: View) -> Tensor:
+        return self.inner.forward_once(token_ids, view)
+
     def logits(self, hidden: Tensor, indices: Tensor | None) -> Tensor:
         return self.inner.logits(hidden, indices)
 

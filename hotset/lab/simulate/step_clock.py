@@ -1,7 +1,7 @@
 """Simulated time: an executor that computes nothing, and a clock that moves by the step times of a cost model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count, islice
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from hotset.base.address import Address
 from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
 from hotset.engine.workers.messages import Description, WorkerService
 from hotset.lab.plan.costs import RankCosts
+from hotset.lab.plan.pipeline import SimulatedClock
 from hotset.memory.device_pool import DevicePool
 from hotset.schedule.handoffs import DeviceEvent
 from hotset.schedule.plan import Plan, StepResult
@@ -80,25 +81,8 @@ def _gpu_seconds(rank: RankCosts, work: StepWork) -> float:
     rates = rank.decode_rates(max(1, work.decodes))
     seconds = rates.fixed_s
     if work.chunks:
-        seconds = max(seconds, sum([rank.prefill_seconds(*chunk, work.expert_share) for chunk in work.chunks]))
+        seconds = rank.prompt_step_seconds(work.chunks, work.expert_share, work.decodes)
     return seconds + rates.seconds(work.context, work.tiered) if work.decodes else seconds
-
-
-@dataclass(slots=True)
-class SimulatedClock:
-    """The time at which an engine makes its plans, and until which each pipeline stage is busy."""
-
-    now: float = 0.0
-    busy_until: list[float] = field(default_factory=list)
-
-    def run(self, seconds: Sequence[float]) -> float:
-        """Submits a step that takes `seconds` on each stage, one after another. Returns the time when it ends."""
-        self.busy_until = self.busy_until or [0.0] * len(seconds)
-        ends = self.now
-        for stage, duration in enumerate(seconds):
-            ends = max(ends, self.busy_until[stage]) + duration
-            self.busy_until[stage] = ends
-        return ends
 
 
 class SimulatedExecutor:

@@ -21,9 +21,10 @@ from hotset.engine.model_checks import kv_storage
 from hotset.engine.workers.executor import Step
 from hotset.lab.plan.capacity import Capacity, plan_capacity
 from hotset.lab.plan.gpus import Machine
+from hotset.lab.plan.pipeline import SimulatedClock
 from hotset.lab.plan.planner import make_plan
 from hotset.lab.simulate.prompts import Arrival, choice_of
-from hotset.lab.simulate.step_clock import SimulatedClock, SimulatedExecutor, StepCost, StepWork, work_of
+from hotset.lab.simulate.step_clock import SimulatedExecutor, StepCost, StepWork, work_of
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.decoder import worker_kv_shape
 from hotset.tiers.residence import Residence

@@ -5,6 +5,7 @@ import hashlib
 import torch
 
 from hotset.kernels.weights import Weight
+from hotset.models.checkpoint.stored_tensors import rows_of
 from hotset.models.formats.weight_format import QuantisedFormat, WeightFormat, WeightFormats
 
 DUMMY_STD = 0.02
@@ -24,7 +25,13 @@ class DummySource:
     def format_of(self, name: str) -> WeightFormat:
         return self._formats.of(name)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
+    def announce(self, name: str, shape: tuple[int, ...], rows: range | None) -> None:
+        """Does nothing: there is no file to read ahead."""
+
+    def read(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Weight:
+        return rows_of(self._draw(name, shape), rows)
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> Weight:
         if name.endswith("norm.weight"):
             return torch.ones(shape, device=self._device)
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()

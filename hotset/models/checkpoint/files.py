@@ -106,7 +106,7 @@ def header_bytes(path: Path) -> int:
 
 def tensor_names(path: Path) -> frozenset[str]:
     """Returns the names in the header of a safetensors file, or none if it is damaged: loading will report that."""
-    return frozenset(_header(path))
+    return frozenset(read_header(path))
 
 
 def stored_dtype(directory: Path) -> str | None:
@@ -114,12 +114,12 @@ def stored_dtype(directory: Path) -> str | None:
     the dtype of the first tensor by name, in the first file, that is stored in a dtype of `STORED_DTYPES`."""
     paths = weight_files(directory)
     first = directory / SINGLE if directory / SINGLE in paths else next(iter(paths), None)
-    tensors = [] if first is None else [tensor for _, tensor in sorted(_header(first).items())]
+    tensors = [] if first is None else [tensor for _, tensor in sorted(read_header(first).items())]
     dtypes = (tensor.get("dtype") for tensor in tensors if isinstance(tensor, dict))
     return next((STORED_DTYPES[dtype] for dtype in dtypes if isinstance(dtype, str) and dtype in STORED_DTYPES), None)
 
 
-def _header(path: Path) -> dict[str, Any]:
+def read_header(path: Path) -> dict[str, Any]:
     """Returns the header of a safetensors file, or an empty one if it is damaged: loading will report that."""
     with suppress(ValueError, RecursionError, CheckpointError), path.open("rb") as file:
         header = json.loads(file.read(8 + header_bytes(path))[8:])

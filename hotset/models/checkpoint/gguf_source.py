@@ -14,9 +14,10 @@ import numpy
 import torch
 
 from hotset.base.errors import CheckpointError, MissingDependency
+from hotset.kernels.weights import Weight
 from hotset.models.checkpoint.gguf_file import GgufFile, GgufTensor
 from hotset.models.checkpoint.gguf_spec import ROPE_FACTORS, TOP_NAMES
-from hotset.models.checkpoint.stored_tensors import check_shape, check_unused_tensors
+from hotset.models.checkpoint.stored_tensors import check_shape, check_unused_tensors, rows_of
 from hotset.models.formats.weight_format import PLAIN, WeightFormat
 from hotset.models.model_tensors import tensor_names
 from hotset.models.spec import ModelSpec
@@ -60,14 +61,17 @@ class GgufSource:
     def format_of(self, name: str) -> WeightFormat:
         return PLAIN
 
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def announce(self, name: str, shape: tuple[int, ...], rows: range | None) -> None:
+        """Does nothing: the file is mapped, and tensors are dequantised whole."""
+
+    def read(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Weight:
         tensor = self._tensor(name)
         check_shape(self.title(name), tensor.shape, shape)
         packed, kind = self._packed(tensor)
         heads = {"q_proj": self._attention.heads, "k_proj": self._attention.divided_kv_heads}.get(name.split(".")[-2])
         if heads is not None:
             packed = unpermute(packed, heads)
-        return self._dequantise(tensor, packed, kind).view(shape)
+        return rows_of(self._dequantise(tensor, packed, kind).view(shape), rows)
 
     def stored_bytes(self, name: str) -> int:
         return self._packed(self._tensor(name))[0].nbytes

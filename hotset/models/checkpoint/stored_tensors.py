@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import CheckpointError
-from hotset.kernels.weights import Weight
+from hotset.kernels.weights import Weight, output_range
 from hotset.models.formats.weight_format import WeightFormat
 from hotset.models.model_tensors import is_unused
 from hotset.models.spec import ModelSpec
@@ -29,9 +29,14 @@ class TensorSource(Protocol):
         """Returns the format in which the matrix `name` is stored: PLAIN if there is no such tensor."""
         ...
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Weight:
-        """Returns the whole tensor as it is stored, if possible as a view of the mapped file.
+    def announce(self, name: str, shape: tuple[int, ...], rows: range | None) -> None:
+        """Says that `read` will be called with these arguments, after the calls that were announced before."""
+        ...
 
+    def read(self, name: str, shape: tuple[int, ...], rows: range | None = None) -> Weight:
+        """Returns the tensor of shape `shape` as it is stored, or only these of its rows: whole blocks of outputs.
+
+        The result is valid until the next call: it can be a view of the mapped file, or of memory that is used again.
         Raises `CheckpointError`, with file and tensor name, if the tensor or its scales are missing or damaged, or if
         shape or type are wrong. Does not check all values.
         """
@@ -51,6 +56,13 @@ class TensorSource(Protocol):
     def finish(self) -> None:
         """Closes the files. Raises `CheckpointError` if they hold tensors that do not belong to the model."""
         ...
+
+
+def rows_of(stored: Weight, rows: range | None) -> Weight:
+    """Returns a view of some rows, or the whole tensor if `rows` is None."""
+    if rows is None:
+        return stored
+    return stored[rows.start : rows.stop] if isinstance(stored, Tensor) else output_range(stored, rows.start, rows.stop)
 
 
 def sliced(values: Tensor, tensor_slice: TensorSlice | None) -> Tensor:

@@ -10,6 +10,7 @@ from hotset.kernels.weights import QuantisedWeight, Weight
 from hotset.models.checkpoint.dummy_source import DummySource
 from hotset.models.checkpoint.files import ModelFiles
 from hotset.models.checkpoint.gguf_source import GgufSource
+from hotset.models.checkpoint.parallel_reader import ParallelReader
 from hotset.models.checkpoint.safetensors_source import SafetensorsSource
 from hotset.models.checkpoint.stored_tensors import Progress, TensorSource, copy_finite, sliced
 from hotset.models.formats.weight_format import PLAIN, PLAIN_WEIGHTS, QuantisedFormat, WeightFormat, WeightFormats
@@ -50,7 +51,7 @@ class WeightSource:
         shape of the whole tensor. Raises `CheckpointError`, with file and tensor name, if the tensor is missing,
         damaged, not of shape `shape`, or contains NaN or infinity. A quantised tensor is expanded.
         """
-        stored = self._read(name, shape)
+        stored = self._read(name, shape, tensor_slice)
         if out is None:
             out = torch.empty(_kept_shape(shape, tensor_slice), dtype=self.dtype, device=self.device)
         self._fill(out, name, shape, stored, tensor_slice)
@@ -68,7 +69,7 @@ class WeightSource:
         if isinstance(out, Tensor) or not isinstance(format, QuantisedFormat):
             assert not isinstance(out, QuantisedWeight), f"{name} is plain, but its target is not"
             return self.load(name, shape, out=out, tensor_slice=tensor_slice)
-        stored = self._read(name, shape)
+        stored = self._read(name, shape, tensor_slice)
         if out is None:
             boundaries = () if tensor_slice is None or tensor_slice.dim != 0 else (tensor_slice.first,)
             out = format.codec().empty(_kept_shape(shape, tensor_slice), self.device, boundaries)
@@ -87,13 +88,19 @@ class WeightSource:
     def planned(self) -> "WeightSource":
         """Returns a source of the same weights without memory, which counts the bytes that this one would read.
 
-        A missing tensor raises `CheckpointError`; shapes and values are not checked.
+        Build a decoder from it first: what it loads, this one reads ahead. A missing tensor raises `CheckpointError`;
+        shapes and values are not checked.
         """
         return WeightSource(self.tensor_source, self.dtype, META, self.formats)
 
-    def _read(self, name: str, shape: tuple[int, ...]) -> Weight | None:
-        """Returns the whole stored tensor, or None on the meta device."""
-        return None if self.device == META else self.tensor_source.read(name, shape)
+    def _read(self, name: str, shape: tuple[int, ...], tensor_slice: TensorSlice | None) -> Weight | None:
+        """Returns the stored tensor, or the rows of it that contain the slice. On the meta device, announces instead
+        that the tensor will be read, and returns None."""
+        rows = self.tensor_source.format_of(name).rows_around(tensor_slice, shape[0])
+        if self.device == META:
+            self.tensor_source.announce(name, shape, rows)
+            return None
+        return self.tensor_source.read(name, shape, rows)
 
     def _fill(
         self,
@@ -115,6 +122,9 @@ class WeightSource:
 
     def _copy(self, target: Weight, name: str, stored: Weight, tensor_slice: TensorSlice | None) -> None:
         format, title = self.tensor_source.format_of(name), self.tensor_source.title(name)
+        if tensor_slice is not None and tensor_slice.dim == 0:  # `stored` begins at a block before the slice
+            first = tensor_slice.first % format.output_block
+            tensor_slice = TensorSlice(0, first, first + tensor_slice.size)
         if not isinstance(format, QuantisedFormat):
             assert isinstance(target, Tensor) and isinstance(stored, Tensor), f"{name} is plain, but its target is not"
             copy_finite(title, target, sliced(stored, tensor_slice))
@@ -133,15 +143,22 @@ def open_weights(
     load_format: Literal["auto", "dummy"] = "auto",
     seed: int = 0,
     progress: Progress | None = None,
+    ranks: int = 1,
 ) -> WeightSource:
     """Opens the weights of a model; the caller must call `finish()`. `seed` applies to `load_format="dummy"` only.
 
+    `ranks` workers hold the same layers, or parts of them.
     Matrices stay in the formats that `files.spec.weight_formats` keeps. All others are expanded to `dtype`.
     """
     if load_format == "dummy":
         return dummy_weights(dtype, device, seed, files.spec.weight_formats)
     spec = files.spec
-    tensors = SafetensorsSource(files.path, spec) if files.gguf is None else GgufSource(files.gguf, spec)
+    tensors: TensorSource
+    if files.gguf is not None:
+        tensors = GgufSource(files.gguf, spec)
+    else:
+        reader = ParallelReader(torch.device(device)) if torch.device(device).type == "cuda" else None
+        tensors = SafetensorsSource(files.path, spec, reader, ranks)
     return WeightSource(tensors, dtype, device, spec.weight_formats, progress)
 
 

@@ -14,9 +14,17 @@ class MatrixCodec(Protocol):
     """Reads, slices and expands the matrices of one format. `title` is the file and the tensor's name, for errors."""
 
     def read(
-        self, name: str, shape: tuple[int, ...], stored: Mapping[str, Tensor], title: Callable[[str], str]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stored: Mapping[str, Tensor],
+        title: Callable[[str], str],
+        rows: range | None = None,
     ) -> QuantisedWeight:
-        """Returns the whole matrix as views of its stored tensors. `title` returns the title of each.
+        """Returns a matrix of shape `shape` as views of its stored tensors. `title` returns the title of each.
+
+        With `rows`, which are whole blocks of outputs, `stored[name]` contains only these, and only they are returned.
+        All other tensors are whole.
 
         Raises `CheckpointError` if a tensor is missing, or if shapes, types or scales are not valid.
         """

@@ -28,6 +28,7 @@ class Fp8Blocks(QuantisedFormat):
     name = "fp8"
     product_type = "fp8"
     input_block = FP8_BLOCK
+    output_block = FP8_BLOCK
 
     def matrix_bytes(self, outputs: int, inputs: int, dtype_bytes: int) -> int:
         return outputs * inputs + SCALE_BYTES * ceil_div(outputs, FP8_BLOCK) * ceil_div(inputs, FP8_BLOCK)

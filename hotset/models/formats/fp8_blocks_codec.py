@@ -12,7 +12,7 @@ from torch import Tensor
 from hotset.base.errors import CheckpointError, InternalError
 from hotset.base.units import ceil_div
 from hotset.kernels.fp8 import SCALE_BLOCK, Fp8Weight, common_block_rows
-from hotset.models.checkpoint.stored_tensors import check_finite, check_shape, pieces, sliced
+from hotset.models.checkpoint.stored_tensors import check_finite, pieces, sliced
 from hotset.models.formats.weight_format import WeightFormat
 from hotset.models.split import TensorSlice
 
@@ -30,15 +30,22 @@ class Fp8BlocksCodec:
         self._format = format
 
     def read(
-        self, name: str, shape: tuple[int, ...], stored: Mapping[str, Tensor], title: Callable[[str], str]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        stored: Mapping[str, Tensor],
+        title: Callable[[str], str],
+        rows: range | None = None,
     ) -> Fp8Weight:
         codes, (_, scale_name) = stored[name], self._format.stored_names(name)
-        check_shape(title(name), tuple(codes.shape), shape)
         if codes.dim() != 2:
             raise CheckpointError(f"{title(name)} is fp8 of shape {list(codes.shape)}; supported: matrices")
         if scale_name not in stored:
             raise CheckpointError(f"{title(name)} is fp8, but {scale_name} is missing; download the model again")
-        return Fp8Weight(codes, _checked_scales(title(scale_name), stored[scale_name], _scale_shape(shape)))
+        scales = _checked_scales(title(scale_name), stored[scale_name], _scale_shape(shape))
+        if rows is not None:
+            scales = scales[rows.start // SCALE_BLOCK : ceil_div(rows.stop, SCALE_BLOCK)]
+        return Fp8Weight(codes, scales)
 
     def random(self, shape: tuple[int, ...], std: float, generator: torch.Generator) -> Fp8Weight:
         """Draws every finite code with the same probability, and scales that differ by a factor of up to 3."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hotset.base.errors import ConfigError
+from hotset.base.units import ceil_div
 from hotset.models.split import TensorSlice
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class WeightFormat:
     name: ClassVar[str] = "plain"  # in messages
     product_type: ClassVar[ProductType] = "bf16"  # the type of products with such a weight
     input_block: ClassVar[int] = 1  # a slice of the inputs must begin and end at multiples of this
+    output_block: ClassVar[int] = 1  # stored outputs are read in multiples of this
 
     @property
     def blocks(self) -> str:
@@ -31,6 +33,14 @@ class WeightFormat:
     def matrix_bytes(self, outputs: int, inputs: int, dtype_bytes: int) -> int:
         """Returns the bytes of a matrix in memory, in a model whose dtype takes `dtype_bytes` per value."""
         return outputs * inputs * dtype_bytes
+
+    def rows_around(self, tensor_slice: TensorSlice | None, outputs: int) -> range | None:
+        """Returns the outputs to read for a slice, in whole blocks. None if all of them are needed."""
+        if tensor_slice is None or tensor_slice.dim != 0:
+            return None
+        block = self.output_block
+        rows = range(tensor_slice.first // block * block, min(ceil_div(tensor_slice.last, block) * block, outputs))
+        return None if len(rows) == outputs else rows
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         """Returns the names of the tensors that hold the matrix `name` in a checkpoint."""

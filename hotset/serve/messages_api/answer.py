@@ -39,7 +39,7 @@ class TextContent(BaseModel):
 class ThinkingContent(BaseModel):
     type: Literal["thinking"] = "thinking"
     thinking: str
-    signature: str = ""  # thoughts are not signed: those that come back are not checked
+    signature: str = ""  # thoughts are not signed, nor checked when a client sends them back
 
 
 class ToolUseContent(BaseModel):
@@ -133,6 +133,6 @@ class MessageStop(BaseModel):
 
 
 class MessageStreamEvent(BaseModel):
-    """Documents the events of a stream. They are not sent in this form: each is an event of its own."""
+    """Documents the events of a stream. Each event is sent by itself, not within this object."""
 
     event: MessageStart | Ping | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop | MessagesError

@@ -19,7 +19,7 @@ from hotset.serve.conversation import (
     collected,
     encode_conversation,
     events_of,
-    naming,
+    rename_error_fields,
 )
 from hotset.serve.fair_queue import client_of
 from hotset.serve.generation import Deltas, GenerationJob
@@ -48,7 +48,8 @@ from hotset.serve.messages_api.request import CountTokensRequest, MessagesReques
 from hotset.serve.service import Service
 from hotset.serve.streams import event_of, json_response
 
-FIELDS = {"prompt": "messages"}
+# Names of fields in errors of code that endpoints share, and the names of these fields at this endpoint.
+FIELD_NAMES = {"prompt": "messages"}
 
 
 async def create_message(request: Request, service: Service, body: MessagesRequest) -> Response:
@@ -57,7 +58,7 @@ async def create_message(request: Request, service: Service, body: MessagesReque
     def new_responder(job: GenerationJob, reader: AnswerReader) -> MessagesResponder:
         return MessagesResponder(job, reader, service.model_name, body.max_tokens, body.shows_thinking)
 
-    with naming(FIELDS):
+    with rename_error_fields(FIELD_NAMES):
         turn = AgentTurn(
             id=f"msg_{uuid.uuid4().hex}",
             conversation=body.conversation(),
@@ -83,7 +84,7 @@ class MessagesResponder:
     job: GenerationJob
     reader: AnswerReader
     model: str
-    max_tokens: int  # that the client asked for; the job's own may be less
+    max_tokens: int  # the client's limit; the job's limit may be lower
     shows_thinking: bool
     blocks: AnswerBlocks = field(default_factory=AnswerBlocks)
     cached_tokens: int = 0
@@ -118,7 +119,7 @@ class MessagesResponder:
             yield error_event(error)
 
     async def _watched(self, deltas: Deltas) -> Deltas:
-        """Yields the deltas unchanged, and keeps the number of cached tokens, which the first event of a stream has."""
+        """Yields the deltas unchanged. Keeps the number of cached tokens, which the first event of a stream reports."""
         async for delta in deltas:
             self.cached_tokens = delta.cached_tokens
             yield delta

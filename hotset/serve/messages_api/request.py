@@ -20,7 +20,7 @@ from hotset.serve.tools.calls import MAX_TOOLS, NamedTool, ToolChoice, ToolSpec,
 # Claude Code puts this line, which differs in every request, before its system prompt. With it, no two prompts would
 # begin alike, and the prefix cache would be useless.
 BILLING_LINE = "x-anthropic-billing-header:"
-BLOCKS_APART = "\n\n"  # between the texts of two blocks
+BLOCK_SEPARATOR = "\n\n"  # between the texts of two blocks
 
 
 class TextInput(LenientModel):
@@ -46,9 +46,9 @@ class ToolUseInput(LenientModel):
     input: JsonObject
 
 
-Blocks = Field(max_length=MAX_PARTS, fail_fast=True)
+BlockLimit = Field(max_length=MAX_PARTS, fail_fast=True)
 TextBlocks = Annotated[
-    Annotated[Text, Tag("|text")] | Annotated[list[TextInput], Blocks, Tag("|list")],
+    Annotated[Text, Tag("|text")] | Annotated[list[TextInput], BlockLimit, Tag("|list")],
     one_of(text_or_list, "a text or a list of text blocks"),
 ]
 
@@ -76,7 +76,7 @@ Block = Annotated[
     one_of(_block_form, f"a block of one of these types: {', '.join(BLOCK_FORMS)}; the model reads text only"),
 ]
 MessageContent = Annotated[
-    Annotated[Text, Tag("|text")] | Annotated[list[Block], Blocks, Tag("|list")],
+    Annotated[Text, Tag("|text")] | Annotated[list[Block], BlockLimit, Tag("|list")],
     one_of(text_or_list, "a text or a list of blocks"),
 ]
 
@@ -145,17 +145,17 @@ class OutputConfig(LenientModel):
 
 
 class ContextEdit(LenientModel):
-    """An edit of the conversation. Which earlier thoughts the model sees is for the chat template to decide."""
+    """An edit of the conversation. It is ignored: the chat template decides which earlier thoughts the model sees."""
 
     type: Annotated[str, Field(pattern="^clear_thinking_[0-9]+$")]
 
 
 class ContextManagement(LenientModel):
-    edits: Annotated[list[ContextEdit], Blocks] | None = None
+    edits: Annotated[list[ContextEdit], BlockLimit] | None = None
 
 
 def _no_thread(thread: Any) -> None:
-    """Refuses threads with the code after which Anthropic's client goes on without them."""
+    """Refuses threads with an error code after which Anthropic's client continues without threads."""
     raise RequestError(
         "thread is not supported, because nothing is stored; send the whole conversation in messages",
         param="thread",
@@ -231,15 +231,15 @@ class MessagesRequest(CountTokensRequest):
 
 def _joined(content: str | Sequence[TextInput], without: str | None = None) -> str:
     texts = [content] if isinstance(content, str) else [block.text for block in content]
-    return BLOCKS_APART.join(text for text in texts if without is None or not text.startswith(without))
+    return BLOCK_SEPARATOR.join(text for text in texts if without is None or not text.startswith(without))
 
 
 def _assistant_message(message: InputMessage) -> dict[str, Any]:
-    """Returns a message of the assistant: thoughts, then text, then calls, whatever the order of the blocks."""
+    """Returns a message of the assistant: thoughts, then text, then calls, in whichever order the blocks are."""
     blocks = message.blocks
     turn: dict[str, Any] = {"role": "assistant"}
     turn["content"] = _joined([block for block in blocks if isinstance(block, TextInput)])
-    if thoughts := BLOCKS_APART.join(block.thinking for block in blocks if isinstance(block, ThinkingInput)):
+    if thoughts := BLOCK_SEPARATOR.join(block.thinking for block in blocks if isinstance(block, ThinkingInput)):
         turn["reasoning_content"] = thoughts
     calls = [
         {

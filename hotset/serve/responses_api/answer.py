@@ -184,6 +184,6 @@ class CallEvent(StreamEvent):
 
 
 class ResponseStreamEvent(BaseModel):
-    """Documents the events of a stream. They are not sent in this form: each is an event of its own."""
+    """Documents the events of a stream. Each event is sent by itself, not within this object."""
 
     event: ResponseEvent | ItemEvent | PartEvent | TextEvent | CallEvent

@@ -18,7 +18,7 @@ from hotset.serve.conversation import (
     Finished,
     collected,
     events_of,
-    naming,
+    rename_error_fields,
     thinking_kwargs,
 )
 from hotset.serve.errors import error_body
@@ -54,12 +54,13 @@ from hotset.serve.streams import event_of, json_response
 ID_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-FIELDS = {"prompt": "input", "messages": "input"}
+# Names of fields in errors of code that endpoints share, and the names of these fields at this endpoint.
+FIELD_NAMES = {"prompt": "input", "messages": "input"}
 
 
 async def create_response(request: Request, service: Service, body: ResponsesRequest) -> Response:
     """Answers a request. Raises RequestError if it is refused, and the errors of `EngineClient.generate`."""
-    with naming(FIELDS):
+    with rename_error_fields(FIELD_NAMES):
         tools = declared_tools(body.tools or ())
         effort = None if body.reasoning is None else body.reasoning.effort
         kwargs = ({} if effort is None else thinking_kwargs(effort)) | (body.chat_template_kwargs or {})
@@ -165,7 +166,7 @@ class ResponsesResponder:
         return FunctionCallItem(**shared, arguments=text)
 
     def _shown(self, change: BlockChange, status: ItemStatus) -> Iterator[StreamEvent]:
-        """Yields the events that show a change. `status` is that of a block that ends."""
+        """Yields the events that show a change. `status` is the status of a block that ends."""
         block, index = change.block, change.block.index
         where: dict[str, Any] = {"item_id": self._item_id(block), "output_index": index}
         if change.what == "grows":

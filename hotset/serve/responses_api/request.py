@@ -12,7 +12,7 @@ from hotset.serve.bodies import MAX_SHOWN_CHARACTERS, LenientModel, StrictModel,
 from hotset.serve.protocol import MAX_MESSAGES, MAX_PARTS, Content
 from hotset.serve.responses_api.tools import ResponseTools, ToolChoiceField, flat_name
 
-# What a client may ask to be included. They are ignored: answers of this server contain none of these.
+# What a client may ask to include in the answer. It is ignored: answers of this server contain none of it.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -36,7 +36,7 @@ class ReasoningTextPart(LenientModel):
 
 
 class ReasoningInput(LenientModel):
-    """What the model thought in an earlier turn. Only its own words count, not a summary or an encrypted form."""
+    """What the model thought in an earlier turn. Summaries and encrypted forms are ignored."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningTextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None

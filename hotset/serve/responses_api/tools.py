@@ -1,7 +1,8 @@
 """The tools of `/v1/responses`: functions, custom tools, and namespaces of both.
 
 The model sees all of them as functions. A custom tool takes a text: it becomes a function with the one argument
-`input`. A tool of a namespace is called by both names; calls get the two names back.
+`input`. The model calls a tool of a namespace by both names joined to one; the calls in an answer have
+the two names again.
 """
 
 import json
@@ -192,7 +193,7 @@ def tool_use(declared: dict[str, DeclaredTool], choice: Any, *, parallel: bool) 
 
 
 def custom_input(arguments: str) -> str:
-    """Returns the text of a call of a custom tool. Arguments that are not as declared are the text themselves."""
+    """Returns the text of a call of a custom tool. If the arguments are not as declared, they are the text."""
     try:
         parsed = json.loads(arguments)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Tools and calls in a form that no API and no model prescribes, and the pieces of an answer that is being parsed."""
+"""Tools and calls, independent of the formats of APIs and models, and the pieces of an answer that is being parsed."""
 
 import json
 import re
@@ -110,7 +110,7 @@ class ToolUse:
 
     tools: tuple[ToolSpec, ...] = ()
     choice: ToolChoice = "auto"
-    parallel: bool = True  # several calls in one answer
+    parallel: bool = True  # an answer may have several calls
 
     def __post_init__(self) -> None:
         names = [tool.name for tool in self.tools]
@@ -145,7 +145,7 @@ class ToolUse:
 
     @property
     def callable(self) -> tuple[ToolSpec, ...]:
-        """The tools of which the answer must be a call if the choice is "required" or a named tool."""
+        """The tools that the answer may call if it must be a call: with the choice "required", or a named tool."""
         if isinstance(self.choice, NamedTool):
             return tuple(tool for tool in self.tools if tool.name == self.choice.name)
         return self.tools
@@ -173,7 +173,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """New text of the arguments of a call. All texts of a call that ends are a JSON object."""
+    """New text of the arguments of a call. The texts of a complete call add up to a JSON object."""
 
     index: int
     text: str
@@ -203,7 +203,7 @@ Piece = TextPiece | CallBegins | CallArguments | CallEnds | CallBreaks
 
 
 def without_broken_calls(pieces: Iterable[PieceT | Piece]) -> list[PieceT | Piece]:
-    """Returns the pieces of a whole answer with the sources of broken calls as text in place of these calls."""
+    """Returns the pieces of a whole answer, with each broken call replaced by its source as text."""
     kept: list[PieceT | Piece] = []
     index, start = 0, 0  # of the call that was begun last
     for piece in pieces:

@@ -11,7 +11,7 @@ from hotset.serve.bodies import LenientModel, one_of, shown
 from hotset.serve.tools.calls import MAX_TOOLS, TOOL_NAME, NamedTool, ToolChoice, ToolSpec, ToolUse
 
 # What openapi.json says about the schema of arguments.
-PARAMETERS: JsonDict = {
+PARAMETERS_SCHEMA: JsonDict = {
     "properties": {
         "type": {"const": "object"},
         "properties": {"type": "object", "additionalProperties": {"type": "object"}},
@@ -33,7 +33,7 @@ ToolType = Annotated[Literal["function"], BeforeValidator(_is_function)]
 class Function(LenientModel):
     name: str = Field(json_schema_extra={"pattern": f"^{TOOL_NAME.pattern}$"})
     description: str | None = None
-    parameters: Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS)] | None = Field(
+    parameters: Annotated[dict[str, Any], Field(json_schema_extra=PARAMETERS_SCHEMA)] | None = Field(
         None, description="JSON schema of the arguments."
     )
     strict: bool | None = Field(

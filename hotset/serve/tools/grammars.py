@@ -18,19 +18,19 @@ LITERALS = {"null": ("null",), "boolean": ("true", "false")}
 TEXT_LIMITS = frozenset({"pattern", "minLength", "maxLength"})
 DEFINITIONS = ("$defs", "definitions")
 DEFINITION = re.compile(r"#/(\$defs|definitions)/[^/]+")
-# An escape, a class, or a sign. It never backtracks, so that a pattern takes linear time. A class may have no end.
+# An escape, a character class (perhaps without its end), or one of ()|. It never backtracks, so it takes linear time.
 PATTERN_TOKEN = re.compile(r"\\.|\[\^?+\]?+(?:\\.|[^\]\\])*+(?:\]|\Z)|[()|]", re.DOTALL)
 UNSAFE_IN_MARKUP = re.compile(r'[<>"\n]')
 
 
 class GrammarWriter:
-    """Collects the rules of one grammar. `special_ids` has the tokens that a grammar can name only by id."""
+    """Collects the rules of one grammar. `special_ids` has the tokens that a grammar can name only by their ids."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self._ids = special_ids
         self._specials = re.compile("|".join(map(re.escape, special_ids)) or r"(?!)")
-        self._rules: dict[str, str] = {}  # definition -> name
-        self._characters = 0  # of all rules
+        self._rules: dict[str, str] = {}  # what follows the name of a rule (attributes, colon, body) -> the name
+        self._characters = 0  # in all keys of `_rules`
 
     def literal(self, text: str) -> str:
         """Returns the expression for a text, in which special tokens stand for themselves."""
@@ -50,13 +50,17 @@ class GrammarWriter:
         special = self._specials.search(closer)
         if special is None:
             return self.rule(ANY_TEXT, attributes=f"[suffix={_quoted(closer)}]")
-        # Text never contains a special token, so text before the token must end with what `closer` has before it.
+        # No text contains the special token of `closer`. So it suffices that the text ends with the part of `closer`
+        # before this token.
         before = re.escape(closer[: special.start()]).replace("/", r"\/")
         return f"{self.terminal(f'/(?s:.*){before}/')} {self.literal(closer[special.start() :])}"
 
     def limited(self, shortest: int, longest: int | None, pattern: str, closer: str) -> str:
         """Returns the expression for a text of limited length that a regular expression matches, followed by `closer`.
-        The text contains no <, unless a special token ends it: a lexer that counts characters cannot search too."""
+
+        A lexer that counts characters cannot also search for `closer`, so the text contains no "<". If `closer` begins
+        with a special token, which no text contains, the text may have any characters.
+        """
         special = self._specials.search(closer)
         ends_with_token = special is not None and special.start() == 0
         length = f"{{{shortest},{'' if longest is None else longest}}}"
@@ -66,27 +70,28 @@ class GrammarWriter:
         before, after = (closer, "") if special is None else (closer[: special.start()], closer[special.start() :])
         return _joined(self.terminal(_joined(text, _quoted(before))), self.literal(after))
 
-    def rule(self, definition: str, attributes: str = "") -> str:
-        return self._named("rule", attributes + ": " + definition)
+    def rule(self, body: str, attributes: str = "") -> str:
+        return self._named("rule", attributes + ": " + body)
 
-    def terminal(self, definition: str) -> str:
-        return self._named("TERMINAL", ": " + definition)
+    def terminal(self, body: str) -> str:
+        return self._named("TERMINAL", ": " + body)
 
     def structure(self, start: str) -> Structure:
-        lines = [f"{name}{definition}" for definition, name in self._rules.items()]
+        lines = [f"{name}{after_name}" for after_name, name in self._rules.items()]
         return Structure("grammar", "\n".join([f"start: {start}", *lines]))
 
-    def _named(self, prefix: str, definition: str) -> str:
-        """Returns the name of a rule. Raises RequestError as soon as the grammar is too long."""
-        if definition not in self._rules:
-            self._characters += len(definition)
+    def _named(self, prefix: str, after_name: str) -> str:
+        """Returns the name of the rule that ends with `after_name`, and adds the rule if it is new. Raises RequestError
+        as soon as the grammar is too long."""
+        if after_name not in self._rules:
+            self._characters += len(after_name)
             if self._characters > MAX_STRUCTURE_CHARACTERS:
                 raise invalid_tool(
                     f"the grammar of calls of these tools has more than {MAX_STRUCTURE_CHARACTERS} characters; send "
                     "fewer tools, or schemas with fewer parameters and definitions"
                 )
-            self._rules[definition] = f"{prefix}_{len(self._rules)}"
-        return self._rules[definition]
+            self._rules[after_name] = f"{prefix}_{len(self._rules)}"
+        return self._rules[after_name]
 
 
 GrammarOfCalls = Callable[[GrammarWriter, Sequence[ToolSpec], bool], str]
@@ -119,13 +124,13 @@ class JsonGrammar:
 class MarkupGrammar:
     """How calls are written as markup. The texts are patterns for `str.format` with {name} and {key}."""
 
-    before: str  # all calls
+    before: str  # before the first call
     begin: str
     text_argument: str  # before the value of an argument that is a text
     json_argument: str  # before the value of an argument that is JSON
     value_closer: str
     end: str
-    after: str
+    after: str  # after the last call
     newline: str = ""  # after each argument
     value_newline: str = ""  # after a value that is not a text; a text may end with a newline itself
     separator: str = ""
@@ -135,9 +140,8 @@ class MarkupGrammar:
             _joined(
                 writer.literal(self.begin.format(name=tool.name)),
                 *(self._argument(writer, tool, key) for key in tool.argument_names()),
-                f"{writer.literal(self.newline)}?"
-                if self.newline
-                else "",  # a call without arguments has an empty line
+                # A call without arguments has an empty line.
+                f"{writer.literal(self.newline)}?" if self.newline else "",
                 writer.literal(self.end),
             )
             for tool in map(_Arguments, tools)
@@ -151,14 +155,15 @@ class MarkupGrammar:
         described = tool.schema["properties"].get(key, {})
         schema = described if isinstance(described, Mapping) else {}
         forms = self._values(writer, tool, schema, set()) or [self._json(writer, tool, schema)]
-        # If both forms begin alike, the value itself shows its type, and a text can be anything.
         if text_begin == json_begin:
+            # Nothing marks a text as such. A text without limits then matches every value, so only its form is kept. A
+            # limited text cannot be told from JSON, so it is refused.
             free = [form for form in forms if form.is_free_text]
             if not free and any(form.is_limited for form in forms) and any(form.is_json for form in forms):
                 raise invalid_tool(
-                    f"the parameter {key!r} of the tool {tool.name} is a text with a pattern or a limited length, or a "
-                    "value of another type than null and boolean; this model writes both alike, so the limit cannot be "
-                    "enforced"
+                    f"the parameter {key!r} of the tool {tool.name} can be a text with limits (pattern, minLength or "
+                    "maxLength), but also JSON that is neither null nor a boolean; this model writes both alike, so "
+                    "the limits cannot be enforced"
                 )
             forms = free[:1] or forms
         argument = writer.rule(
@@ -219,13 +224,13 @@ class MarkupGrammar:
 
 @dataclass(frozen=True, slots=True)
 class ValueForm:
-    """One form of a value. `is_text`: the value is a text; markup that can mark texts marks it."""
+    """One form of a value."""
 
     expression: str
-    is_text: bool = False
-    is_free_text: bool = False
+    is_text: bool = False  # some formats mark texts as such
+    is_free_text: bool = False  # a text without limits
     is_limited: bool = False  # a text with a pattern or a limited length
-    is_json: bool = False  # written by a schema
+    is_json: bool = False  # JSON that follows a schema
 
 
 QWEN3_CALLS = JsonGrammar(('<tool_call>\n{"name": "', '", "arguments": '), "}\n</tool_call>", separator="\n")
@@ -272,8 +277,8 @@ class _Arguments:
         self._definitions = {name: each for kind in DEFINITIONS for name, each in self.schema.get(kind, {}).items()}
 
     def argument_names(self) -> list[str]:
-        """Returns the names of the arguments, also of those that are required and not described. Raises RequestError if
-        markup cannot contain one."""
+        """Returns the names of all arguments, including required ones that the schema does not describe. Raises
+        RequestError if markup cannot contain a name."""
         self._check_references()
         keys = list(dict.fromkeys([*self.schema["properties"], *self.schema.get("required", ())]))
         unsafe = next((key for key in keys if UNSAFE_IN_MARKUP.search(key)), None)
@@ -284,8 +289,8 @@ class _Arguments:
         return keys
 
     def resolved(self, schema: Any, visited: set[str]) -> Mapping[str, Any] | None:
-        """Returns a schema, or the definition that it refers to. Returns None for one that was visited, or that has no
-        values."""
+        """Returns a schema, or the definition that it refers to. Returns None for a definition in `visited`, and for
+        the schema `false`, which no value fulfils."""
         while isinstance(schema, Mapping) and isinstance(path := schema.get("$ref"), str):
             if path in visited:
                 return None
@@ -295,8 +300,8 @@ class _Arguments:
         return schema if isinstance(schema, Mapping) else None if schema is False else {}
 
     def _check_references(self) -> None:
-        """Raises RequestError for a reference that leads elsewhere than to a definition: the schemas of the arguments
-        are compiled one by one, each with the definitions."""
+        """Raises RequestError for a reference to anything but a definition. The schemas of the arguments are compiled
+        one by one, each with the definitions, so no other reference could be resolved."""
         pending: list[Any] = [self.schema]
         while pending:
             value = pending.pop()
@@ -313,7 +318,7 @@ class _Arguments:
 
 
 def whole_pattern(pattern: str) -> str:
-    """Returns the regular expression of whole texts in which the pattern of a JSON schema is found."""
+    """Returns a regular expression that matches a whole text if the pattern of a JSON schema occurs in it."""
     return "|".join(f"(?:{_whole_alternative(alternative)})" for alternative in _alternatives(pattern))
 
 

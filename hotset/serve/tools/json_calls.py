@@ -1,4 +1,4 @@
-"""Calls that a model writes as JSON objects: those of Qwen3 and of Llama 3."""
+"""Reads calls that Qwen3 and Llama 3 write as JSON objects."""
 
 import json
 
@@ -115,7 +115,7 @@ class JsonCall:
 
     def _whole_arguments(self) -> str:
         text = next((self._values[key] for key in ARGUMENTS if key in self._values), "{}")
-        if text.startswith('"'):  # some models write the object as a text, as it is in the API
+        if text.startswith('"'):  # some models write the object as a text, as the API does
             try:
                 text = json_text(strict_json(json.loads(text)))
             except (ValueError, RecursionError):

@@ -9,9 +9,9 @@ import re
 from hotset.serve.tools.parsing import Malformed, Reading, Source
 
 MAX_DEPTH = 100
-MAX_DIGITS = 400  # of each part of a number: Python reads no longer integers than 4,300 digits, clients fewer
+MAX_DIGITS = 400  # of each part of a number: Python reads integers of at most 4,300 digits, clients fewer
 WHITE_SPACE = re.compile(r"[ \t\n\r]*")
-PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # what a string may contain as it is
+PLAIN = re.compile(r'[^"\\\x00-\x1f]*')  # characters that a string may contain unescaped
 HEX = re.compile(r"[0-9a-fA-F]")
 LITERALS = {"t": "true", "f": "false", "n": "null"}
 

@@ -1,4 +1,4 @@
-"""Calls that a model writes as markup, one element for each argument: those of DeepSeek-V3.2, GLM-5 and Qwen3-Coder."""
+"""Reads calls that DeepSeek-V3.2, GLM-5 and Qwen3-Coder write as markup, with one element for each argument."""
 
 import json
 import re
@@ -20,15 +20,15 @@ from hotset.serve.tools.parsing import (
 DSML = "｜DSML｜"
 MAX_NAME = 1024  # characters of a name or of a key
 GLM_NAME = re.compile(r"[^\s<>]*")
-Tools = Mapping[str, ToolSpec]
-ValueForm = Literal["text", "json", "by schema"]
+ToolsByName = Mapping[str, ToolSpec]
+ValueFormat = Literal["text", "json", "by schema"]
 
 
 class MarkupCall:
     """Writes the arguments of one call as a JSON object. Arguments that can only be texts are written while they grow;
     all others when they are complete."""
 
-    def __init__(self, source: Source, writer: CallWriter, name: str, tools: Tools) -> None:
+    def __init__(self, source: Source, writer: CallWriter, name: str, tools: ToolsByName) -> None:
         self._source = source
         self._writer = writer
         self._tool = tools.get(name)
@@ -37,7 +37,7 @@ class MarkupCall:
         writer.arguments("{", source.at)
 
     def read_value(
-        self, key: str, closer: str, form: ValueForm = "by schema", *, is_on_lines: bool = False
+        self, key: str, closer: str, form: ValueFormat = "by schema", *, is_on_lines: bool = False
     ) -> Reading[None]:
         """Reads the value of an argument and the marker `closer` after it. If `is_on_lines`, one newline before and one
         after the value are not parts of it. Raises Malformed if the value must be JSON and is not."""
@@ -75,7 +75,7 @@ class MarkupCall:
     def _allowed(self, key: str) -> frozenset[str]:
         return value_types(None if self._tool is None else self._tool.schema["properties"].get(key))
 
-    def _value(self, key: str, text: str, form: ValueForm) -> Any:
+    def _value(self, key: str, text: str, form: ValueFormat) -> Any:
         try:
             value = strict_json(text)
         except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ class MarkupCall:
         return text if is_text else value
 
 
-def deepseek_reader(tools: Tools) -> CallReader:
+def deepseek_reader(tools: ToolsByName) -> CallReader:
     begin, parameter, value_closer = f'<{DSML}invoke name="', f'<{DSML}parameter name="', f"</{DSML}parameter>"
 
     def read(source: Source, writer: CallWriter) -> Reading[None]:
@@ -109,7 +109,7 @@ def deepseek_reader(tools: Tools) -> CallReader:
     return read
 
 
-def glm_reader(tools: Tools) -> CallReader:
+def glm_reader(tools: ToolsByName) -> CallReader:
     def read(source: Source, writer: CallWriter) -> Reading[None]:
         yield from source.expect("<tool_call>")
         name = yield from _glm_name(source)
@@ -126,7 +126,7 @@ def glm_reader(tools: Tools) -> CallReader:
 
 
 def _glm_name(source: Source) -> Reading[str]:
-    """Reads the name, which white space and a marker follow."""
+    """Reads the name of a call, and the white space before the next marker."""
     yield from source.skip()
     start = source.at
     yield from source.skip(GLM_NAME)
@@ -137,7 +137,7 @@ def _glm_name(source: Source) -> Reading[str]:
     return name
 
 
-def qwen_coder_reader(tools: Tools) -> CallReader:
+def qwen_coder_reader(tools: ToolsByName) -> CallReader:
     begin, parameter = "<function=", "<parameter="
 
     def read(source: Source, writer: CallWriter) -> Reading[None]:
@@ -174,7 +174,7 @@ def _read_next(source: Source, begin: str, closer: str) -> Reading[bool]:
 
 
 def value_types(schema: object) -> frozenset[str]:
-    """Returns the types that a schema allows, as far as they can be seen. Empty: any."""
+    """Returns the types that a schema allows, or an empty set if it may allow any type."""
     if not isinstance(schema, Mapping):
         return frozenset()
     if "type" in schema:

@@ -1,7 +1,7 @@
 """Finds the calls in the text of an answer while the text arrives.
 
-A parser reads the text character by character, and what it does depends only on the characters before. However the text
-is cut into pieces, the texts and calls that the parser returns therefore add up to the same answer.
+A parser reads the text character by character, and every decision depends only on the characters before. The texts and
+calls that the parser returns therefore add up to the same answer, however the text is cut into pieces.
 
 A call of one of the tools is returned while it grows, from the moment at which its name is known and its arguments
 begin. The last brace of the arguments is returned when the call is complete: arguments are JSON if and only if their
@@ -48,10 +48,11 @@ class Source:
         return self.text[self.at]
 
     def skip(self, pattern: re.Pattern[str] = SPACE) -> Reading[None]:
-        """Reads all characters that match. `pattern` matches the empty text, and each part of what it matches."""
+        """Reads all characters that match. `pattern` must match the empty text, and every beginning of a text that it
+        matches."""
         while True:
             matched = pattern.match(self.text, self.at)
-            assert matched is not None, "it matches the empty text"
+            assert matched is not None, "the pattern matches the empty text"
             self.at = matched.end()
             if self.at < len(self.text) or self.has_ended:
                 return
@@ -90,14 +91,14 @@ class CallWriter:
         self.names = frozenset(names)
         self._source = source
         self._pieces: list[Piece] = []
-        self._calls = 0
-        self._spaces = ""  # white space that follows the pieces so far
+        self._calls = 0  # the number of calls that have ended or were broken off
+        self._spaces = ""  # white space after the pieces so far
         self._after_call = False
         self._name: str | None = None  # of the call that is being written
-        self._arguments = ""  # of this call, not returned so far
-        self._is_shown = False  # whether a part of this call was returned
+        self._arguments = ""  # of this call, not yet in pieces
+        self._is_shown = False  # whether a part of this call is in pieces
         self.start = 0  # the text before this position has become pieces
-        self._shown_to = 0  # the text before this position is in arguments that were returned
+        self._shown_to = 0  # the text before this position is in pieces, as arguments of this call
 
     def take(self) -> list[Piece]:
         """Returns the pieces since the last time."""
@@ -132,8 +133,8 @@ class CallWriter:
         return self._name is not None
 
     def arguments(self, text: str, shown_to: int) -> None:
-        """Adds to the arguments what the source says up to `shown_to`. Arguments of a call that names none of the tools
-        are kept until the call is complete."""
+        """Adds `text`, which was read from the source before `shown_to`, to the arguments. Arguments of a call that
+        names none of the tools are kept until the call is complete."""
         self._arguments += text
         if self._name in self.names:
             self._shown_to = shown_to

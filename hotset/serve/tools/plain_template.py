@@ -20,7 +20,7 @@ The results follow in the next message, between <tool_response> and </tool_respo
 
 def plain_messages(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> list[dict[str, Any]]:
     """Returns the conversation with the tools in its system message, calls in the texts of the assistant, and their
-    results in messages of the user. The format of calls is that of Qwen3."""
+    results in messages of the user. Calls have the format of Qwen3."""
     plain: list[dict[str, Any]] = [dict(message) for message in messages]
     if tools:
         lines = "\n".join(json.dumps(tool.for_template()["function"], ensure_ascii=False) for tool in tools)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import plain_http
@@ -74,14 +73,14 @@ class SimulatedCluster:
     def wait_until_complete(self, seconds: float = WAIT_SECONDS) -> dict[str, Any]:
         """Waits until exactly the wanted processes are ready, and the router sends requests to all engines."""
 
-        def complete() -> dict[str, Any] | None:
+        def status_if_complete() -> dict[str, Any] | None:
             with suppress(StartupError):  # the controller hangs, or is being restarted
                 found = self.status()
                 return found if application.is_complete(found) else None
             return None
 
         try:
-            found: dict[str, Any] = wait_for(complete, "a complete application", seconds)
+            found: dict[str, Any] = wait_for(status_if_complete, "a complete application", seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}; {self.status()}") from None
         counts = {role: count for role, count in found["counts"].items() if role != "router"}
@@ -99,7 +98,7 @@ class SimulatedCluster:
 
 
 def has_workers(url: str, counts: dict[str, int]) -> bool:
-    """Returns whether so many workers of each role are alive at a router."""
+    """Returns whether a router has exactly `counts` live workers of each role."""
     try:
         answer = plain_http.get(f"{url}/health", timeout=10)
     except OSError:
@@ -152,7 +151,3 @@ def simulated_cluster(name: str = "hotset", *, cpus: float = 4, nodes: int = 0) 
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def model_directory() -> str:
-    return str(Path(__file__).resolve().parents[3] / "models" / "demo-dsa")

@@ -1,5 +1,4 @@
-"""Applications on a real Ray cluster of one node: they serve, tell their state and load, and end without leaving a
-process."""
+"""An application on a real Ray cluster of one node reports its load."""
 
 import re
 from pathlib import Path
@@ -8,13 +7,8 @@ import plain_http
 import pytest
 import ray
 from engine.ray_nodes import sparse_model
-from harness import tiny_directory
-from processes import is_running, wait_until_ended
-from simulated import RAY_WARNINGS, complete, simulated_cluster, spec_of, wait_for
+from simulated import RAY_WARNINGS, simulated_cluster, spec_of, wait_for
 from traffic import LONG_PROMPTS, Traffic, expected_tokens
-
-from hotset.base.errors import ConfigError
-from hotset.fleet.cluster import application
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 pytestmark += [pytest.mark.filterwarnings(warning) for warning in RAY_WARNINGS]
@@ -26,23 +20,6 @@ LOADED = {  # flags of engines that a few clients load: many steps for a prompt,
     "host-kv-tokens": 16384,
     "prefix-cache": False,
 }
-
-
-def test_an_application_serves_and_ends(tmp_path: Path) -> None:
-    spec = spec_of(tiny_directory(tmp_path), flags={"load-format": "dummy"})
-    with simulated_cluster(cpus=1) as cluster:
-        cluster.up(spec)
-        with pytest.raises(ConfigError, match="is up already"):
-            application.start_application(spec, None)
-        found = cluster.wait_until_complete()
-        assert sorted(member["role"] for member in found["members"]) == ["decode", "prefill", "router"]
-        assert complete(cluster.url, [5, 6, 7]).status_code == 200
-        pids = [member["pid"] for member in found["members"]]
-        assert all(map(is_running, pids))
-        cluster.down(now=False)
-        wait_until_ended(pids)
-        with pytest.raises(ConfigError, match="no application 'hotset' runs"):
-            cluster.status()
 
 
 def exported_by_ray(measure: str, label: str) -> dict[str, float]:

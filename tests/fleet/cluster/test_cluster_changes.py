@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def settled(cluster: SimulatedCluster, **counts: int) -> bool:
-    """Returns whether there are exactly so many processes of each role, and all are ready."""
+    """Returns whether there are exactly `counts` processes of each role, and all are ready."""
     found = cluster.status()
     return application.is_complete(found) and all(found["counts"][role] == count for role, count in counts.items())
 

@@ -112,8 +112,8 @@ def phases(cluster: SimulatedCluster) -> set[str]:
 
 @contextmanager
 def busy_or_idle(cluster: SimulatedCluster, traffic: Traffic, when: str) -> Iterator[None]:
-    """Sends requests during the block if `when` is "busy", and enters it while some of them are in prefill, some land
-    and some are in decode. Otherwise sends requests only when the block has ended."""
+    """If `when` is "busy", sends requests during the block, which begins when some of them are in prefill, others are
+    landing and others are in decode. If it is "idle", sends requests only after the block."""
     if when == "idle":
         yield
         with traffic.running(lambda: cluster.url):
@@ -132,8 +132,8 @@ def leaked_pages(cluster: SimulatedCluster) -> float:
 
 
 def check_clean(cluster: SimulatedCluster) -> None:
-    """Waits until no page is held or in quarantine, and until the engines have audited themselves. One that finds a
-    flaw ends."""
+    """Waits until no page is held or in quarantine, and until the engines have audited themselves. An engine whose
+    audit fails ends."""
     wait_for(lambda: leaked_pages(cluster) == 0, "the end of quarantine", 60)
     names = names_of(cluster)
     time.sleep(AUDIT_AFTER_IDLE_S + 1.0)
@@ -221,7 +221,7 @@ def test_processes_of_a_lost_node_start_on_others(
                 os.kill(pid, how)
             began = check_reaction(cluster, f"node {how.name} {when}", before)
         check_healed(cluster, traffic, began)
-    finally:  # a stopped node returns, and its processes learn that they were replaced
+    finally:  # a stopped node continues, and its processes notice that they were replaced
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -239,21 +239,18 @@ def test_twenty_random_losses_in_one_run(cluster: SimulatedCluster, expected: li
     cluster.wait_until_complete()
     seed = random.randrange(1 << 32)
     print(f"seed {seed}", file=sys.stderr)
-    choice = random.Random(seed)
+    rng = random.Random(seed)
     traffic = Traffic(expected, ALL_PROMPTS)
     with traffic.running(lambda: cluster.url):
         wait_for(lambda: traffic.outcomes["ok"] >= 8, "traffic")
         losses = 0
         while losses < 20:
-            victim, how = (
-                choice.choice(sorted(VICTIMS)),
-                choice.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]),
-            )
+            victim, how = rng.choice(sorted(VICTIMS)), rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
             with suppress(Exception):  # there is no such process at this moment
                 os.kill(VICTIMS[victim](cluster), how)
                 losses += 1
                 print(victim, how.name, file=sys.stderr)
-            time.sleep(choice.uniform(0.5, 6.0))
+            time.sleep(rng.uniform(0.5, 6.0))
         began = time.monotonic()
         cluster.wait_until_complete(2 * SERVED_SECONDS)
     check_healed(cluster, traffic, time.monotonic())

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import ray
-from harness import tiny_directory
+from harness import DEMO, tiny_directory
 from listening import listening
 from ports import reserved_port
 from processes import command_line, descendants_of, is_running, wait_until_ended
@@ -23,7 +23,6 @@ from simulated import (
     RAY_WARNINGS,
     SimulatedCluster,
     complete,
-    model_directory,
     simulated_cluster,
     spec_of,
     wait_for,
@@ -153,7 +152,7 @@ def test_every_command_of_the_documentation_works(cluster: SimulatedCluster, tmp
     laptop.write_text(
         LAPTOP.read_text()
         .replace("port: 8000", "port: 0")
-        .replace("models/demo-dsa", model_directory())
+        .replace("models/demo-dsa", DEMO)
         .replace("device: cpu", f"device: cpu\n  transfer-interface: {INTERFACE}")
     )
     at = ("--address", cluster.address)
@@ -178,14 +177,17 @@ def test_every_command_of_the_documentation_works(cluster: SimulatedCluster, tmp
     assert hotset("drain", node[:8], "--undo", *at).returncode == 0
     assert "no application 'other' runs" in refused("status", "--name", "other", *at)
     assert "is up already" in refused("up", str(laptop), *at)
+    pids = [member["pid"] for member in status()["members"]]
+    assert all(map(is_running, pids))
     assert hotset("down", *at).returncode == 0
+    wait_until_ended(pids)
     assert "no application 'hotset' runs" in refused("status", *at)
 
 
 @contextmanager
 def local_cluster(folder: Path) -> Iterator["tuple[subprocess.Popen[str], set[int]]"]:
-    """Runs the example of the documentation with --local until the end of the block. Yields its process, and all
-    processes that it has started."""
+    """Runs the example of the documentation with --local until the end of the block. Yields its process, and the ids of
+    all processes that it has started."""
     laptop = folder / "laptop.yaml"
     laptop.write_text(LAPTOP.read_text().replace("port: 8000", "port: 0").replace("  host: 127.0.0.1\n", ""))
     command = [sys.executable, "-m", "hotset", "cluster", "up", str(laptop), "--local"]

@@ -82,7 +82,7 @@ def test_a_mistake_is_refused_with_its_place(spec: Any, reason: str) -> None:
         (None, "No such file"),
     ],
 )
-def test_a_file_that_is_no_spec_is_refused_with_its_name(tmp_path: Path, text: str | None, reason: str) -> None:
+def test_a_file_that_is_not_a_spec_is_refused_with_its_name(tmp_path: Path, text: str | None, reason: str) -> None:
     path = tmp_path / "spec.yaml"
     if text is not None:
         path.write_text(text)

@@ -13,7 +13,7 @@ TARGET = Target.model_validate({"min": 1, "max": 6, "waiting-requests": 4.0, "up
 
 
 def counts_over(scaler: Scaler, requests: list[int], seconds: float = 1.0, count: int = 1) -> list[int]:
-    """Returns the count after each look. `requests` wait at each of these times, spread over the engines."""
+    """Returns the count after each decision. `requests` has the number of waiting requests for each."""
     counts = []
     for index, waiting in enumerate(requests):
         share, rest = divmod(waiting, count)
@@ -32,7 +32,7 @@ def test_a_short_peak_changes_nothing() -> None:
     assert set(counts_over(Scaler(TARGET), ([40] * 9 + [4]) * 5)) == {1}
 
 
-def test_engines_are_removed_one_by_one_after_a_long_calm() -> None:
+def test_engines_are_removed_one_by_one_after_a_long_idle_time() -> None:
     counts = counts_over(Scaler(TARGET), [0] * 200, count=4)
     assert counts[59] == 4 and counts[60] == 3 and counts[121] == 2 and counts[182] == 1 and counts[199] == 1
 

@@ -27,7 +27,7 @@ def expected_tokens(url: str, prompts: list[list[int]] = PROMPTS) -> list[list[i
 
 @dataclass
 class Traffic:
-    """What clients got. `outcomes` counts "ok", error codes, and "wrong" for answers with other tokens."""
+    """Clients and the outcomes of their requests: "ok", error codes, or "wrong" for answers with other tokens."""
 
     expected: list[list[int]]
     prompts: list[list[int]] = field(default_factory=lambda: PROMPTS)

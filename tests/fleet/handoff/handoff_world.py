@@ -165,13 +165,3 @@ class ScriptedChannel:
     def wake(self) -> None: ...
     def forget(self, peer: str) -> None: ...
     def close(self, linger_s: float = 0.2) -> None: ...
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now

@@ -146,7 +146,7 @@ class ShardedMemory:
         return self.region.address <= address and address + nbytes <= self.region.address + self.region.nbytes
 
     def _computed(self, token_ids: Sequence[int], first: int, last: int) -> list[Bytes]:
-        """Returns what belongs into each pool."""
+        """Returns the computed bytes of each pool."""
         rows = computed_bytes(token_ids, first, last, self._layers, 2 * self._heads * self._head_bytes)
         by_head = rows.reshape(self._layers, last - first, 2, self._heads, self._head_bytes)  # K, then V
         found = []
@@ -178,7 +178,7 @@ class ShardedMemory:
             np.testing.assert_array_equal(pool.read(numbers, first, last), expected, f"{what} are wrong")
 
     def check_alone(self, pages: ContextPages, token_ids: Sequence[int], first: int, last: int) -> None:
-        """Does the same, and asserts that all other rows and index keys are POISON."""
+        """Does the same as `check`, and asserts that all other rows and index keys are POISON."""
         self.check(pages, token_ids, first, last)
         for pool, numbers in self._pools(pages):
             assert pool.holds_nothing_but(numbers, first, last), "other rows or index keys were written to"

@@ -6,12 +6,12 @@ from functools import partial
 import numpy as np
 from examples import examples
 from handoff_engines import LAYERS, MODEL, ROW_BYTES, first_token, make_memory
-from handoff_world import OWN_ADDRESS, Clock, ScriptedChannel
+from handoff_world import OWN_ADDRESS, ScriptedChannel
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from loopback import Hub, Loopback
 from sharded_memory import POISON
-from waiting import wait_until
+from waiting import Clock, wait_until
 
 from hotset.base.errors import BadMessage
 from hotset.base.paged_span import PagedSpan

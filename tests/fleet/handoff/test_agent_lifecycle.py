@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from handoff_engines import MODEL, SHORT_TIMING, StoppableClock, make_memory
-from handoff_world import Clock, FaultyChannel, ScriptedChannel, World, open_world, prompt
+from handoff_world import FaultyChannel, ScriptedChannel, World, open_world, prompt
 from loopback import Hub, Loopback
-from waiting import WAIT_SECONDS, wait_until
+from waiting import WAIT_SECONDS, Clock, wait_until
 
 from hotset.base.errors import EngineStopped, TransferError
 from hotset.fleet.handoff.channel import Channel

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,19 +38,13 @@ class Worker:
         self._reservation = ExitStack()
         if address is None:
             address = f"127.0.0.1:{self._reservation.enter_context(reserved_port())}"
-        paths = [
-            str(HERE),
-            str(HERE.parent),
-            str(HERE.parents[1]),
-            str(HERE.parents[2]),
-            os.environ.get("PYTHONPATH", ""),
-        ]
+        folders = [str(path) for path in (HERE, *HERE.parents[:3])]
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "peer_process.py"), role, address, str(folder), stop_before],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))},
         )
         self._lines: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -101,10 +95,10 @@ def workers(*initial: Worker) -> Iterator[list[Worker]]:
 
 
 @contextmanager
-def decode_engine(folder: Path, **options: Any) -> Iterator[DecodeEngine]:
-    path = folder / "decode"
-    memory, channel = FileTransfer.memory(path, 64, 8), Channel("127.0.0.1:0")
-    engine = DecodeEngine(memory, channel, partial(FileTransfer, path), **options)
+def engine_of(kind: Any, path: Path, pages: int, page_rows: int, options: dict[str, Any]) -> Iterator[Any]:
+    """Runs an engine in this process, with its memory in the file `path`. Audits it at the end."""
+    memory, channel = FileTransfer.memory(path, pages, page_rows), Channel("127.0.0.1:0")
+    engine = kind(memory, channel, partial(FileTransfer, path), **options)
     try:
         yield engine
         engine.audit()
@@ -112,16 +106,12 @@ def decode_engine(folder: Path, **options: Any) -> Iterator[DecodeEngine]:
         engine.close()
 
 
-@contextmanager
-def prefill_engine(folder: Path, **options: Any) -> Iterator[PrefillEngine]:
-    path = folder / "prefill"
-    memory, channel = FileTransfer.memory(path, 32, 16), Channel("127.0.0.1:0")
-    engine = PrefillEngine(memory, channel, partial(FileTransfer, path), **options)
-    try:
-        yield engine
-        engine.audit()
-    finally:
-        engine.close()
+def decode_engine(folder: Path, **options: Any) -> AbstractContextManager[DecodeEngine]:
+    return engine_of(DecodeEngine, folder / "decode", 64, 8, options)
+
+
+def prefill_engine(folder: Path, **options: Any) -> AbstractContextManager[PrefillEngine]:
+    return engine_of(PrefillEngine, folder / "prefill", 32, 16, options)
 
 
 def start_handoff(worker: Worker, decode: DecodeEngine, stage: str, name: str = "r") -> HandoffKey:

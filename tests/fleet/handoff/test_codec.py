@@ -178,7 +178,7 @@ def test_a_truncated_tag_raises_bad_message() -> None:
         Codec(SECRET).decode(MARK + TAGGED + bytes(TAG_BYTES - 1))
 
 
-def test_of_a_message_of_another_version_only_the_envelope_is_decoded() -> None:
+def test_only_the_envelope_of_a_message_of_another_version_is_decoded() -> None:
     newer = encode_raw("Hello", {"unknown": "field"}, protocol=msg.PROTOCOL + 1)
     assert Codec().decode(newer) == msg.ProtocolMismatch(ORIGIN, "ab12", msg.PROTOCOL + 1, "Hello")
     assert isinstance(Codec().decode(encode_raw("HandoffRequest", 3, protocol=0)), msg.ProtocolMismatch)

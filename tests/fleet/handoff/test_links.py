@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -9,11 +11,11 @@ from multiprocessing.connection import Connection
 
 import pytest
 from handoff_engines import MODEL, SHORT_TIMING, THIS_PROCESS, DecodeEngine, PrefillEngine, make_memory
-from handoff_world import Clock, ScriptedChannel, World, open_world, prefill_process, prompt
+from handoff_world import ScriptedChannel, World, open_world, prefill_process, prompt
 from loopback import Fate, Hub, Loopback
 from processes import pause
 from sharded_memory import POISON
-from waiting import wait_until
+from waiting import WAIT_SECONDS, Clock, wait_until
 
 from hotset.base.errors import StartupError
 from hotset.base.sampling import PromptSpec, SamplingParams
@@ -23,7 +25,8 @@ from hotset.fleet.handoff.channel import Channel
 from hotset.fleet.handoff.decode_agent import DecodeAgent
 from hotset.fleet.handoff.links import Endpoints
 from hotset.fleet.handoff.receiver import Receiver
-from hotset.fleet.transfer.api import Transfer
+from hotset.fleet.handoff.timers import PeerTiming
+from hotset.fleet.transfer.api import Region, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.schedule.handoffs import HandoffKey
 
@@ -198,7 +201,7 @@ def test_a_replayed_refusal_does_not_end_handoffs() -> None:
     assert bench.events() == [] and bench.agent.stats().num_open == 1
 
 
-def test_a_peer_that_has_forgotten_this_worker_says_so_in_pong_and_an_older_pong_proves_nothing() -> None:
+def test_a_pong_reports_that_the_peer_has_forgotten_this_worker_unless_its_ping_was_sent_before_welcome() -> None:
     bench = Bench()
     key = bench.fetch()
     bench.work(seconds=1.1)
@@ -245,6 +248,79 @@ def test_a_fetch_fails_if_no_endpoint_can_be_opened_or_there_are_too_many(monkey
     bench.fetch("third", "127.0.0.1:4")
     (end,) = bench.events()
     assert isinstance(end, msg.FetchFailed) and end.quiesced and "transfer endpoints" in end.reason
+
+
+class SlowLoopback(Loopback):
+    """An endpoint that registers memory slowly, as with RDMA."""
+
+    seconds_per_byte = 0.0
+    num_registered = 0  # of all endpoints
+
+    def register(self, region: Region) -> None:
+        time.sleep(region.nbytes * SlowLoopback.seconds_per_byte)
+        SlowLoopback.num_registered += 1
+        super().register(region)
+
+
+def test_peers_connect_within_their_limit_although_registration_takes_longer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second peer needs an endpoint of its own. A peer that was lost or restarted gets one that is registered, and
+    one that must be cut off a new one."""
+    timing = replace(SHORT_TIMING, hello_timeout=2 * SHORT_TIMING.peer_timeout)
+    memory = make_memory(64, 8)
+    monkeypatch.setattr(SlowLoopback, "num_registered", 0)
+    decode = DecodeEngine(memory, Channel("127.0.0.1:0"), partial(SlowLoopback, world.hub), process=None, timing=timing)
+    world.engines.append(decode)
+    monkeypatch.setattr(SlowLoopback, "seconds_per_byte", 1.1 * timing.hello_timeout / memory.region.nbytes)
+    first, second = world.prefill(), world.prefill()
+
+    def lands(prefill: PrefillEngine, name: str) -> bool:
+        return isinstance(decode.wait_for_outcome(decode.fetch(prefill.address, prompt(20), name)), msg.Landed)
+
+    assert lands(first, "first") and SlowLoopback.num_registered == 1
+    assert lands(second, "second") and SlowLoopback.num_registered == 2
+    first.close()
+    failed = decode.wait_for_outcome(decode.fetch(first.address, prompt(20), "lost"))
+    assert isinstance(failed, msg.FetchFailed) and failed.quiesced
+    assert lands(world.prefill(), "third") and SlowLoopback.num_registered == 2, "the endpoint of the lost peer is free"
+    world.hub.fates.append(Fate.LOST)
+    failed = decode.wait_for_outcome(decode.fetch(second.address, prompt(20), "unknown"))
+    assert isinstance(failed, msg.FetchFailed) and failed.quiesced
+    assert lands(second, "again") and SlowLoopback.num_registered == 3, "the endpoint of a failed writer is used again"
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_the_limit_of_hello_begins_when_the_endpoint_is_open_and_opening_has_a_limit_too(opens: bool) -> None:
+    bench, timing, may_open = Bench(), PeerTiming(), threading.Event()
+    open_endpoint = bench.endpoints._open_endpoint
+
+    def blocked() -> Transfer:
+        assert may_open.wait(WAIT_SECONDS)
+        return open_endpoint()
+
+    def pass_seconds(seconds: float) -> list[object]:
+        """Lets time pass in which the peers answer pings. Returns the reasons why fetches have failed."""
+        for _ in range(int(seconds)):
+            alive = msg.Pong(0, connected=True)
+            bench.channel.incoming = [msg.MessageReceived(peer, alive) for peer in (PEER, "127.0.0.1:3")]
+            bench.clock.now += 1.0
+            bench.agent._work()
+        return [event.reason for event in bench.events() if isinstance(event, msg.FetchFailed)]
+
+    bench.endpoints._open_endpoint = blocked
+    bench.fetch("first")
+    bench.fetch("second", "127.0.0.1:3")
+    assert pass_seconds(timing.open_timeout - 1) == [f"{PEER} is alive, but has not answered Hello within 30 s"]
+    if opens:
+        may_open.set()
+        bench.wait_until(lambda: bench.endpoints_in_hellos()[-1] == 2)
+        assert pass_seconds(timing.hello_timeout - 1) == []
+        assert pass_seconds(1) == ["127.0.0.1:3 is alive, but has not answered Hello within 30 s"]
+    else:
+        assert pass_seconds(1) == ["no transfer endpoint was opened within 1800 s"]
+        may_open.set()
+        bench.wait_until(lambda: len(bench.endpoints) == 0 and len(bench.endpoints._unused) == 2)
 
 
 class StuckLoopback(Loopback):

@@ -12,12 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
-from hotset.fleet.handoff.receiver import (
-    RECEIVER_TIMEOUTS,
-    UNREPORTED_PHASES,
-    Receiver,
-    ReceiverPhase,
-)
+from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS, UNREPORTED_PHASES, Receiver, ReceiverPhase
 from hotset.schedule.handoffs import HandoffKey
 
 PEER, OTHER_PEER = "10.0.0.1:7000", "10.0.0.2:7000"
@@ -275,7 +270,7 @@ def test_a_second_fetch_of_an_open_key_has_no_effect() -> None:
     assert bench.sent() == [request(KEY)], "it must be possible to fetch a key again after its handoff has ended"
 
 
-def test_of_one_request_only_the_highest_attempt_counts() -> None:
+def test_only_the_highest_attempt_of_a_request_counts() -> None:
     bench = Bench().start_landing(HandoffKey("r", 2))
     bench.fetch(HandoffKey("r", 1))
     assert bench.events() == [
@@ -379,15 +374,15 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(peer=PEERS, forgotten=st.booleans())
     def lose_peer(self, peer: str, forgotten: bool) -> None:
-        """The peer died, or is alive and has forgotten this worker. Both may send further messages: a peer that seemed
-        dead may return, in the same incarnation."""
+        """The peer seems to be dead, or it is alive and has forgotten this worker. In both cases it may send further
+        messages, in the same incarnation."""
         self.bench.receiver.peer_lost(peer, "lost", self.bench.now, retry=forgotten)
         assert self.bench.receiver.open_keys(peer) == []
         self.check_actions()
 
     @rule(peer=PEERS)
     def cut_off_lost_peer(self, peer: str) -> None:
-        """The end of the peer's process was observed, and its endpoint is closed; or only the latter."""
+        """The endpoint of the peer is closed, perhaps because its process has ended."""
         keys = self.bench.receiver.unconfirmed_keys(peer)
         self.quiesced |= keys
         self.bench.receiver.end_writers(keys, self.bench.now)

@@ -1,4 +1,4 @@
-"""The ring allocator is compared with a list of its bytes, and is tested with lost and repeated messages."""
+"""The ring allocator agrees with a list of its bytes, although messages are lost and repeated."""
 
 import itertools
 import random

@@ -2,9 +2,11 @@
 
 import itertools
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_sysfs import fake_sysfs
 from loopback import Hub, Loopback
 
 from hotset.base.errors import TransferError
@@ -79,3 +81,39 @@ def test_a_transfer_engine_that_hangs_does_not_hang_the_measurement() -> None:
         measure_routes(near.transfer, "far", near.probes, far.probes, clock=lambda: next(ticks) * ROUTE_SECONDS / 10)
     assert time.monotonic() - began < 5.0
     hub.close()
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [
+        ("UCX (tcp/eth0)", True),
+        ("UCX (inter-node rc_mlx5/mlx5_0:1, tcp/eth0; inter-node tcp/eth0)", True),
+        ("UCX (inter-node rc_mlx5/mlx5_0:1, tcp/eth0)", False),
+        ("UCX (intra-node cma/memory, tcp/eth0)", False),
+        ("UCX (tcp/lo)", False),
+        ("UCX (transports not known yet)", False),
+        ("Mooncake (tcp/eth0)", True),
+        ("Mooncake (rdma/eth0)", False),
+    ],
+)
+def test_routes_over_tcp_are_a_warning_if_the_machine_has_active_rdma_ports(
+    transport: str, expected: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub, near, far = sides(SPEEDS)
+    monkeypatch.setattr(near.transfer, "transport", lambda: transport)
+    measure_routes(near.transfer, "far", near.probes, far.probes, sysfs=tmp_path)
+    assert not caplog.records, "a machine without RDMA"
+    fake_sysfs(tmp_path, {"mlx5_0": "4: ACTIVE"}, {"mlx5_0": "pci0000:15/0000:15:01.0"})
+    measure_routes(near.transfer, "far", near.probes, far.probes, sysfs=tmp_path)
+    hub.close()
+    assert bool(caplog.records) == expected
+    if expected:
+        assert "over TCP" in caplog.text and "give --transfer-interface mlx5_0:1, on both sides" in caplog.text
+
+
+def test_a_slow_link_has_a_route() -> None:
+    """The large probe would take 13 s."""
+    hub, near, far = sides({(HOST, HOST): 1.25e6})
+    routes = measure_routes(near.transfer, "far", {"host": near.probes["host"]}, {"host": far.probes["host"]})
+    hub.close()
+    assert measured(routes, HOST, HOST) * 1e9 == pytest.approx(1.25e6, rel=0.2)

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from waiting import ManualEvent
 
 from hotset.base.paged_span import PagedSpan
+from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import MAX_LISTS_IN_FLIGHT, Sources
 from hotset.fleet.handoff.layout import plan_writes, whole_rows
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
 from hotset.fleet.handoff.sender import TOMBSTONE_LIMIT, Sender
-from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
@@ -408,7 +408,7 @@ def test_the_highest_attempt_is_remembered_as_long_as_it_has_a_tombstone() -> No
     )
 
 
-def test_of_one_request_only_the_highest_attempt_counts() -> None:
+def test_only_the_highest_attempt_of_a_request_counts() -> None:
     bench, newer = Bench().start_handoff(), HandoffKey("r", 2)
     bench.receive(request(newer))
     actions = bench.actions()

@@ -4,13 +4,13 @@ the result is compared with heads that are copied one by one."""
 import ctypes
 from dataclasses import replace
 
-import numpy as np
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from sharded_memory import HEAD_BYTES, ShardedMemory, fresh_pages
 
 from hotset.base.paged_span import PagedSpan
+from hotset.fleet.handoff.deliveries import DirectDelivery, Sources, rotated
 from hotset.fleet.handoff.layout import (
     check_peers,
     count_writes,
@@ -18,13 +18,13 @@ from hotset.fleet.handoff.layout import (
     head_shards,
     overlaps,
     plan_context_writes,
-    plan_writes,
     row_bytes,
     store_overlaps,
-    whole_rows,
 )
-from hotset.fleet.handoff.messages import Hello, ModelIdentity, Shard, Store
-from hotset.schedule.handoffs import ContextPages
+from hotset.fleet.handoff.messages import Hello, ModelIdentity, PackedPiece, Shard, Store
+from hotset.fleet.handoff.packing import StagingMemory, pack, unpack
+from hotset.fleet.handoff.staging import SenderBuffers, packed_row_bytes, piece_writes
+from hotset.schedule.handoffs import ContextPages, HandoffKey, RowsComputed
 
 RANKS = (1, 2, 4, 8)
 TOKENS = tuple(range(60))
@@ -47,9 +47,10 @@ def test_random_pages_rows_and_shardings_are_written_exactly(data: st.DataObject
     last = data.draw(st.integers(first, rows))
     at_source, at_target = fresh_pages(source, target, rows=rows, seed=data.draw(st.integers(0, 99)))
     source.write(at_source, TOKENS, 0, rows)
-    for local, remote, nbytes in plan_context_writes(
-        source.store, at_source, target.store, at_target, first, last
-    ).tolist():
+    context = source.store, at_source, target.store, at_target, first, last
+    planned = plan_context_writes(*context)
+    assert count_writes(*context) == len(planned)
+    for local, remote, nbytes in planned.tolist():
         assert source.contains(local, nbytes) and target.contains(remote, nbytes)
         ctypes.memmove(remote, local, nbytes)
     target.check_alone(at_target, TOKENS, first, last)
@@ -70,16 +71,6 @@ def test_equal_shardings_are_written_in_whole_runs() -> None:
     assert len(plan_context_writes(source, at_source, target, at_target, 0, 256)) == 2 * 3 + 2, (
         "there must be one write for each pair of shard and layer, and one for each index group"
     )
-
-
-def test_stores_of_one_shard_are_planned_like_plain_spans() -> None:
-    span = PagedSpan(((1 << 20,), (1 << 21,)), 64 * 48, 64, 48)
-    target = replace(span, bases=((1 << 22,), (1 << 23,)), part_rows=16, page_bytes=16 * 48)
-    stores = Store(whole_rows(span), None), Store(whole_rows(target), None)
-    planned = plan_context_writes(
-        stores[0], ContextPages((5, 3), ()), stores[1], ContextPages(tuple(range(8)), ()), 3, 100
-    )
-    np.testing.assert_array_equal(planned, plan_writes(span, (5, 3), target, range(8), 3, 100))
 
 
 def test_shards_are_described_by_their_byte_slices_of_the_whole_row() -> None:
@@ -159,3 +150,73 @@ def test_every_copy_of_rows_and_index_keys_is_written() -> None:
         ctypes.memmove(remote, local, nbytes)
     for copy in copies:
         copy.check_alone(at_target, TOKENS, 0, 40)
+
+
+def replicas(count: int, **options: int) -> tuple[list[ShardedMemory], Store]:
+    """Returns the memory of ranks which all hold whole rows and all index keys, and their store."""
+    ranks = [ShardedMemory(1, 1, **options) for _ in range(count)]
+    keys = tuple(rank.store.keys for rank in ranks if rank.store.keys is not None)
+    return ranks, Store(tuple(shard for rank in ranks for shard in rank.store.shards), keys[0], keys[1:])
+
+
+def owners(ranks: list[ShardedMemory], addresses: list[int]) -> set[int]:
+    return {number for number, rank in enumerate(ranks) if any(rank.contains(address, 1) for address in addresses)}
+
+
+def test_ranks_that_hold_the_same_bytes_take_turns_to_write_the_lists_of_a_context() -> None:
+    ranks, store = replicas(4, page_rows=8, seed=1)
+    target = ShardedMemory(1, 1, page_rows=16)
+    at_source, at_target = fresh_pages(ranks[0], target, rows=40)
+    for rank in ranks:
+        rank.write(at_source, TOKENS, 0, 40)
+    host = ShardedMemory(1, 1, page_rows=8, seed=1)
+    delivery = DirectDelivery(Sources(host.store, store), target.store, at_target)
+    senders = []
+    for number, first in enumerate(range(0, 40, 8)):
+        rows = RowsComputed("peer", HandoffKey("r", 0), first, first + 8, at_source.rows, device_pages=at_source)
+        delivery.add_rows(rows, 0.0)
+        written = delivery.begin(number, SenderBuffers(0), 0.0)
+        assert written is not None
+        for local, remote, nbytes in written.writes.tolist():
+            ctypes.memmove(remote, local, nbytes)
+        senders.append(owners(ranks, written.writes[:, 0].tolist()))
+    assert senders == [{0}, {1}, {2}, {3}, {0}]
+    target.check_alone(at_target, TOKENS, 0, 40)
+
+
+def test_ranks_that_hold_the_same_bytes_take_turns_to_pack_pieces() -> None:
+    """The receiver does not know whose turn it is, and unpacks all pieces alike."""
+    ranks, store = replicas(3, page_rows=8, seed=1)
+    target = ShardedMemory(1, 1, page_rows=16)
+    at_source, at_target = fresh_pages(ranks[0], target, rows=40)
+    for rank in ranks:
+        rank.write(at_source, TOKENS, 0, 40)
+    nbytes = 40 * packed_row_bytes(store, target.store)
+    *buffers, ring = (StagingMemory(nbytes) for _ in range(4))
+    store = replace(store, staging=tuple(buffer.memory_range for buffer in buffers))
+    far = ring.beside(target.store)
+    used = []
+    for number, first in enumerate((0, 10, 20, 30)):
+        source = rotated(store, number)
+        pack(PackedPiece(source, far, at_source, first, first + 10, 0))
+        ((local, remote, length),) = piece_writes(source, far, 10, 0, 0).tolist()
+        used.append([buffer.memory_range.address for buffer in buffers].index(local))
+        ctypes.memmove(remote, local, length)
+        unpack(PackedPiece(store, far, at_target, first, first + 10, 0))
+    assert used == [0, 1, 2, 0]
+    target.check_alone(at_target, TOKENS, 0, 40)
+
+
+def test_divided_rows_and_single_copies_of_index_keys_are_read_where_they_are() -> None:
+    divided, (_, whole) = ShardedMemory(2, 2, page_rows=4).store, replicas(2, page_rows=4)
+    one_copy = replace(whole, key_copies=())
+    assert [rotated(store, 1) for store in (divided, one_copy)] == [divided, one_copy]
+
+
+def test_as_many_ranks_on_both_sides_write_to_one_another_rows_and_index_keys() -> None:
+    (ranks, source), (targets, target) = replicas(4, page_rows=4), replicas(4, page_rows=4, seed=1)
+    at_source, at_target = fresh_pages(ranks[0], targets[0], rows=4)
+    planned = plan_context_writes(source, at_source, target, at_target, 0, 4)
+    for number, rank in enumerate(targets):
+        sent = [local for local, remote, _ in planned.tolist() if rank.contains(remote, 1)]
+        assert len(sent) == len(planned) // 4 and owners(ranks, sent) == {number}

@@ -108,17 +108,6 @@ def test_a_cancelled_handoff_fails_only_after_the_copy_of_its_piece_has_ended(mo
         world.audit()
 
 
-def test_prefill_workers_with_different_shardings_serve_one_decode_worker() -> None:
-    with open_world() as world:
-        decode = world.decode(ranks=2, staging=StagingMemory(RING_BYTES))
-        prefills = [world.prefill(ranks=ranks, staging=StagingMemory(RING_BYTES)) for ranks in (1, 2, 4)]
-        keys = [decode.fetch(prefill.address, prompt(120, seed), f"r{seed}") for seed, prefill in enumerate(prefills)]
-        for key in keys:
-            assert isinstance(decode.wait_for_outcome(key), Landed)
-        assert wait_until(world.is_idle)
-        world.audit()
-
-
 def serve(pipe: Connection, engine: str) -> None:
     """Runs a prefill worker in its own process until the test requests the number of written bytes."""
     memory, staging = make_memory(64, 16, ranks=2), StagingMemory(RING_BYTES)

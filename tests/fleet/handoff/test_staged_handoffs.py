@@ -1,4 +1,4 @@
-"""Tests of staged contexts: rules of either state machine that need an exact order of messages, leases and copies.
+"""Tests of staged contexts: rules of both state machines that need an exact order of messages, leases and copies.
 
 The bytes are not real. test_handoffs_under_faults.py moves real ones between both state machines, in random orders.
 """
@@ -44,7 +44,7 @@ def request(rows: int, name: str = "r", first: int = 0) -> msg.HandoffRequest:
 
 
 class ReceiverBench:
-    """A receiver with a ring, and one peer. The test sends what the peer would send."""
+    """A receiver with a ring and one peer. The test sends the messages of the peer."""
 
     def __init__(self) -> None:
         self.staging = ReceiverStaging({"host": TARGET})
@@ -59,7 +59,7 @@ class ReceiverBench:
         return fetch.request.key
 
     def receive(self, message: msg.Message) -> list[Any]:
-        """Returns the actions that follow, without checking that earlier ones were taken."""
+        """Handles a message, and returns all actions since the last call."""
         self.receiver.handle_message(PREFILL, message, self.now)
         return self.actions()
 
@@ -183,7 +183,7 @@ def test_a_handoff_fails_if_done_arrives_before_all_pieces_are_unpacked() -> Non
 
 
 class SenderBench:
-    """A sender with four buffers, and one peer. The test sends what the peer would send."""
+    """A sender with four buffers and one peer. The test sends the messages of the peer."""
 
     def __init__(self) -> None:
         self.sender, self.now = Sender(Sources(SOURCE)), 0.0

@@ -1,4 +1,4 @@
-"""The stores that an engine describes to its peers: a handoff writes index keys where the view reads them."""
+"""A handoff writes index keys to the stores that an engine describes to its peers, where the view reads them."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""Timers of phases: deadlines and the times of retransmits. Liveness: which peers are pinged, and which are lost."""
+"""Phases have deadlines and retransmit times. `Liveness` decides which peers are pinged, and which are lost."""
 
 from enum import Enum
 

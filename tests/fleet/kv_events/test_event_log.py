@@ -1,4 +1,4 @@
-"""The log of a publisher: every replay, from whatever number, ends with the blocks that are in the cache."""
+"""Every replay of a publisher's log ends with the blocks that are in the cache, whatever number it begins with."""
 
 import random
 from collections.abc import Iterable

@@ -18,7 +18,7 @@ from hotset.base.errors import StartupError
 from hotset.fleet.kv_events import publisher as publisher_module
 from hotset.fleet.kv_events.event_log import EventLog
 from hotset.fleet.kv_events.publisher import KvEventPublisher, _size
-from hotset.tiers.prefix_cache import PagesEvicted, PagesStored, event_hash
+from hotset.tiers.prefix_cache import PagesEvicted, PagesStored
 
 ANY_PORTS = EventsEndpoint(Address("127.0.0.1", 0), Address("127.0.0.1", 0))
 DEADLINE_MS = 60_000
@@ -253,7 +253,3 @@ def test_no_batch_is_much_larger_than_one_mebibyte(publisher: KvEventPublisher) 
     assert {(event["block_size"], event["cache_salt"]) for event in stored} == {(100, "a salt")}
     removed = [page for event in events if event["type"] == "BlockRemoved" for page in event["block_hashes"]]
     assert removed == [*range(1, 6001)] * 25
-
-
-def test_a_page_hash_is_shortened_as_vllm_does_it() -> None:
-    assert event_hash(bytes(24) + b"\x80" + bytes(6) + b"\x01") == 2**63 + 1

@@ -179,7 +179,7 @@ async def test_messages_that_a_subscriber_has_not_read_when_its_connection_ends_
 
 
 class Witness:
-    """Another subscriber in the same thread, which shows what ZeroMQ's threads have done meanwhile."""
+    """Another subscriber in the same thread. It shows what ZeroMQ's threads have received meanwhile."""
 
     def __init__(self, endpoint: EventsEndpoint) -> None:
         self._context = zmq.Context()
@@ -304,14 +304,14 @@ async def test_a_gap_is_filled_by_the_missing_batches_alone() -> None:
 
 
 @in_event_loop
-async def test_the_newest_batch_is_not_lost_for_ever() -> None:
+async def test_a_lost_newest_batch_is_found_by_the_next_check() -> None:
     async with followed_fake(check_seconds=0.05) as (publisher, subscriber):
         await publisher.publish(removed(1), lost=True)
         await until(lambda: subscriber.synced and len(subscriber.blocks) == 0)
 
 
 @in_event_loop
-async def test_a_fall_of_the_sequence_numbers_means_another_process() -> None:
+async def test_after_lower_sequence_numbers_the_subscriber_expects_another_process() -> None:
     """Behind a proxy, the connection of the subscriber survives the publisher."""
     async with followed_fake() as (publisher, subscriber):
         await publisher.publish(stored(2))
@@ -351,7 +351,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("frames", GARBAGE.values(), ids=GARBAGE)
-def test_a_malformed_message_is_no_batch(frames: list[bytes]) -> None:
+def test_a_malformed_message_is_not_a_batch(frames: list[bytes]) -> None:
     with pytest.raises(BadMessage):
         decode(frames)
 

@@ -1,5 +1,5 @@
-"""The connection between a controller and workers on other nodes, over real sockets: what arrives, what is refused, and
-what each side notices when the other one ends."""
+"""A controller and workers on other nodes exchange messages over real sockets, refuse strangers, and notice when the
+other side ends."""
 
 import contextlib
 import ctypes
@@ -44,9 +44,14 @@ def connect(controller: ControllerSockets) -> Iterator[Connect]:
 
     yield connect
     for sockets in opened:
-        sockets.close(0)
-        sockets._commands.disable_monitor()
-        sockets._command_context.destroy(linger=0)
+        discard(sockets)
+
+
+def discard(sockets: WorkerSockets) -> None:
+    """Closes the sockets of a worker of this process, and all that the end of a process would close."""
+    sockets.close(0)
+    sockets._commands.disable_monitor()
+    sockets._command_context.destroy(linger=0)
 
 
 def remote_worker(controller: ControllerSockets, number: int, keys: CurveKeys) -> RemoteWorker:
@@ -101,7 +106,7 @@ def test_a_worker_that_ends_has_delivered_its_last_report_and_its_exit_code(
     assert worker.recv() == AuditReport("the last one")
     with pytest.raises(EOFError):
         worker.recv()
-    assert not wait([other.sentinel], 0), "another worker is taken for dead"
+    assert not wait([other.sentinel], 0), "another worker counts as dead"
     assert other.exitcode is None
 
 
@@ -131,7 +136,7 @@ def test_a_worker_that_is_killed_has_ended_without_an_exit_code(controller: Cont
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes sockets of this process take a peer for dead after 2 s."""
+    """Makes sockets of this process treat a peer as dead after 2 s of silence."""
     monkeypatch.setattr(sockets_module, "HEARTBEAT_MS", 200)
     monkeypatch.setattr(sockets_module, "SILENT_MS", 2000)
 
@@ -184,9 +189,7 @@ def test_a_worker_notices_that_its_controller_is_stopped(impatient: None) -> Non
         sockets.recv()
     process.kill()
     process.join(WAIT_S)
-    sockets.close(0)
-    sockets._commands.disable_monitor()
-    sockets._command_context.destroy(linger=0)
+    discard(sockets)
 
 
 def test_a_worker_notices_the_end_of_its_controller_and_obeys_what_came_before(
@@ -229,8 +232,8 @@ def exit_when_refused(attempts: list[tuple[ControllerEndpoint, CurveKeys]]) -> N
 
 
 def test_a_stranger_cannot_connect(controller: ControllerSockets, connect: Connect) -> None:
-    """Neither with a key that the controller does not know, nor without any, nor with a wrong key of the controller.
-    A process that tries learns that its connection ended, like one that comes after the end of its controller."""
+    """A process is refused if the controller does not know its key, if it has no key, or if it has a wrong key of the
+    controller. It notices that its connection has ended, and so does a process whose controller ended before."""
     keys, stranger = CurveKeys.create(), CurveKeys.create()
     worker = remote_worker(controller, 0, keys)
     ended = ControllerSockets("127.0.0.1")

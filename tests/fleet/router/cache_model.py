@@ -45,7 +45,7 @@ def add_worker(fleet: Fleet, url: str, role: Any = "decode") -> RoutedWorker:
 
 
 def tokens_of(text: str) -> list[int]:
-    """A tokenizer for which beginnings of texts have beginnings of tokens: four characters are one token."""
+    """Tokenizes text: four characters are one token, so texts that begin alike have tokens that begin alike."""
     encoded = text.encode()
     return memoryview(encoded[: len(encoded) // 4 * 4]).cast("I").tolist()
 
@@ -61,12 +61,11 @@ class Sizes:
 
 @dataclass
 class Session:
-    """A conversation, of which every turn repeats the whole history."""
+    """A conversation. Every turn repeats the whole history."""
 
     rng: random.Random
     messages: list[dict[str, str]]
-
-    sizes: "Sizes"
+    sizes: Sizes
 
     def next_body(self) -> tuple[bytes, str]:
         """Adds a question, and returns the body of the request and the text of the prompt."""
@@ -91,7 +90,7 @@ def words(rng: random.Random, length: int) -> str:
 
 @dataclass
 class LocalView:
-    """Takes the place of a KvEventsView without sockets."""
+    """Replaces a KvEventsView, and has no sockets."""
 
     blocks: KnownBlocks
     synced: bool = True
@@ -110,7 +109,7 @@ class ModelledWorker:
     routed: RoutedWorker
     pages: int
     cache: PrefixCache = field(init=False)
-    _blocks: KnownBlocks = field(default_factory=KnownBlocks)  # those that the router knows of
+    _blocks: KnownBlocks = field(default_factory=KnownBlocks)  # the blocks that the router knows
     _undelivered: deque[CacheChange] = field(default_factory=deque)
 
     def __post_init__(self) -> None:

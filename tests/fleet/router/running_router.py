@@ -44,6 +44,11 @@ class Stub:
         self.process.wait()
 
 
+def behave(stubs: list[Stub], behaviour: str) -> None:
+    for stub in stubs:
+        stub.behave(behaviour=behaviour)
+
+
 @dataclass
 class Router:
     """A running `hotset router`."""
@@ -52,11 +57,15 @@ class Router:
     process: "subprocess.Popen[str]"
     log_path: Path
 
-    def post(self, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-        return plain_http.post(f"{self.url}{path}", json={"prompt": "x", **body}, timeout=30)
+    def post(self, path: str = "/v1/completions", headers: Any = None, **body: Any) -> httpx.Response:
+        return plain_http.post(f"{self.url}{path}", json={"prompt": "x", **body}, headers=headers, timeout=30)
 
-    def stream(self, path: str = "/v1/completions", **body: Any) -> "AbstractContextManager[httpx.Response]":
-        return plain_http.stream("POST", f"{self.url}{path}", json={"stream": True, **body}, timeout=30)
+    def stream(
+        self, path: str = "/v1/completions", headers: Any = None, **body: Any
+    ) -> "AbstractContextManager[httpx.Response]":
+        return plain_http.stream(
+            "POST", f"{self.url}{path}", json={"stream": True, **body}, headers=headers, timeout=30
+        )
 
     def workers(self, **headers: str) -> dict[str, dict[str, Any]]:
         answer = plain_http.get(f"{self.url}/workers", headers=headers, timeout=10).json()
@@ -97,12 +106,7 @@ class Cluster:
         return [Stub(self._first_line(process), name, process) for name, process in zip(roles, started, strict=True)]
 
     def router(
-        self,
-        prefill: list[Stub],
-        decode: list[Stub],
-        *flags: str,
-        ready: bool = True,
-        few_descriptors: bool = False,
+        self, prefill: list[Stub], decode: list[Stub], *flags: str, ready: bool = True, few_descriptors: bool = False
     ) -> Router:
         """Starts a router. If `ready`, waits until it has checked every worker and has a live one of each role."""
         command = [sys.executable, "-m", "hotset", "router", "--port", "0", "--poll-seconds", "0.1", *flags]

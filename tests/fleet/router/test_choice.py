@@ -39,7 +39,7 @@ WORKERS = st.fixed_dictionaries(
 
 
 def stranger() -> RoutedWorker:
-    """A worker that the router does not have."""
+    """Returns a worker that is not in the fleet."""
     return RoutedWorker("http://stranger", "decode")
 
 
@@ -142,7 +142,7 @@ def test_a_larger_store_with_more_tokens_is_not_fuller() -> None:
 
 
 def test_a_worker_that_has_just_restarted_does_not_get_all_new_sessions() -> None:
-    """Requests of 500 tokens arrive, and none ends. Never has one worker two more of them than the other."""
+    """Requests of 500 tokens arrive, and none ends. Neither worker ever has two more of them than the other."""
 
     def test(fleet: Fleet) -> None:
         full, empty = add_worker(fleet, "http://full"), add_worker(fleet, "http://empty")
@@ -222,7 +222,7 @@ def test_sessions_one_after_the_other_use_the_memory_of_both_workers(events: boo
     assert two > 0.95 * one, f"hit rates: one worker {one:.3f}, two workers {two:.3f}; {moves} moves"
 
 
-def test_the_sessions_of_a_killed_worker_go_on_at_the_other() -> None:
+def test_the_sessions_of_a_killed_worker_continue_at_the_other() -> None:
     killed, moves = hit_rate(2, events=True, killed_at=96)
     alive, _ = hit_rate(2, events=True)
     assert moves >= 8 and 0.7 * alive < killed < alive, f"hit rates: {killed:.3f} and {alive:.3f}; {moves} moves"

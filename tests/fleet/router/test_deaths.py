@@ -20,11 +20,6 @@ def prefill(idle_workers: list[Stub]) -> Stub:
     return idle_workers[0]
 
 
-def events_of(stream: httpx.Response) -> list[Any]:
-    data = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    return [event if event == "[DONE]" else json.loads(event) for event in data]
-
-
 def test_workers_that_die_before_the_first_byte_are_replaced_by_another(
     cluster: Cluster, prefill: Stub, idle_workers: list[Stub]
 ) -> None:
@@ -52,7 +47,7 @@ def test_death_in_a_stream_ends_it_with_an_error_event(
     answered = set()
     for _ in behaviours:
         with router.stream() as stream:
-            *received, last = events_of(stream)
+            *received, last = plain_http.events_of(stream)
         answered.add(name := stream.headers["x-worker"])
         assert received == [json.loads(event(name, number)[6:]) for number in range(3)]
         assert (last["error"]["code"], last["error"]["type"]) == ("worker_lost", "service_unavailable_error")
@@ -113,7 +108,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_event(
     router = cluster.router([prefill], [idle_workers[2]], "--drain-seconds", "0.5")
     with start_endless_stream(router, idle_workers[2]) as stream:
         router.process.send_signal(signal.SIGTERM)
-        assert events_of(stream)[-1]["error"]["code"] == "engine_stopped"
+        assert plain_http.events_of(stream)[-1]["error"]["code"] == "engine_stopped"
     assert router.process.wait(WAIT_SECONDS) == 0
     assert wait_until(lambda: idle_workers[2].seen()["disconnected"] == 1)
 

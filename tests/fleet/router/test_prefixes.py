@@ -62,7 +62,7 @@ def test_prompts_have_equal_hashes_as_far_as_they_are_alike(shared: int, own: in
     assert len(one.hashes) == sum(length <= one.prompt_bytes for length in HASHED_LENGTHS)
 
 
-def test_a_conversation_that_goes_on_keeps_its_hashes() -> None:
+def test_a_conversation_that_continues_keeps_its_hashes() -> None:
     messages = [{"role": "system", "content": TEXT[:3000]}, {"role": "user", "content": TEXT[3000:5000]}]
     later = [*messages, {"role": "assistant", "content": "yes"}, {"role": "user", "content": TEXT[5000:9000]}]
     for fields in ({}, {"max_tokens": 7}):
@@ -135,7 +135,7 @@ def test_a_worker_has_what_was_sent_to_it(sent: list[tuple[int, int]], length: i
         assert cached == expected // BYTES_PER_TOKEN
 
 
-def test_a_worker_that_comes_back_has_nothing() -> None:
+def test_a_restarted_worker_has_no_cached_prefixes() -> None:
     index, prompt = PrefixIndex(), prompt_of(TEXT, prompt_cache_key="k")
     worker = worker_of("http://w", 1)
     index.record_sent(prompt, worker)
@@ -192,7 +192,7 @@ def test_a_header_without_marks_is_ignored(header: str) -> None:
     assert len(parse_page_marks(",".join(["0.500000:" + "a" * 16] * 1000))) == MAX_MARKS
 
 
-def test_a_short_turn_binds_a_session_although_other_workers_have_the_page_before_it() -> None:
+def test_a_turn_shorter_than_a_page_keeps_its_session_on_its_worker() -> None:
     """The last page that KV events prove is one of the system prompt, which both workers have."""
     index, prompt = PrefixIndex(), prompt_of(TEXT[:1900])
     home, other = worker_of("http://1", 1), worker_of("http://2", 2)
@@ -218,7 +218,7 @@ def test_kv_events_decide_what_a_worker_has_and_without_them_what_was_sent() -> 
     evicted, half = index.cached_tokens(prompt, [sent, other])
     smallest_with_a_mark = next(length for length in HASHED_LENGTHS if length >= prompt.prompt_bytes / 4)
     assert evicted == max(length for length in HASHED_LENGTHS if length < smallest_with_a_mark) // BYTES_PER_TOKEN, (
-        "the events say that the page at a quarter of the prompt is gone; before it no page is known"
+        "the events say that the page at a quarter of the prompt is gone; no page before it is known"
     )
     assert half == int(0.5 * prompt.prompt_bytes) // BYTES_PER_TOKEN, "what follows the page was not sent there"
     index.record_sent(prompt, other)

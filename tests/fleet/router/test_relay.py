@@ -11,7 +11,7 @@ from typing import Any
 import plain_http
 import pytest
 from idle_connections import exchange, health_seconds, many_idle_connections
-from running_router import Cluster, Router, Stub
+from running_router import Cluster, Router, Stub, behave
 from stub_worker import LATE_SECONDS, event
 from waiting import wait_until
 
@@ -57,8 +57,7 @@ def test_events_arrive_as_they_were_sent(router: Router, idle_workers: list[Stub
 
 
 def test_events_are_forwarded_while_the_worker_still_streams(router: Router, idle_workers: list[Stub]) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="drip")
+    behave(idle_workers[2:], "drip")
     with router.stream() as stream:
         lines = (line for line in stream.iter_lines() if line)
         assert [json.loads(line[6:])["text"] for line in itertools.islice(lines, 3)] == ["é0", "é1", "é2"]
@@ -68,8 +67,7 @@ def test_events_are_forwarded_while_the_worker_still_streams(router: Router, idl
 def test_a_client_that_disconnects_aborts_the_request_at_the_worker(
     router: Router, idle_workers: list[Stub], behaviour: str
 ) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour=behaviour)
+    behave(idle_workers[2:], behaviour)
     assert wait_until(lambda: router.metric("hotset_router_requests_in_flight") == 0)
     disconnects = router.metric("hotset_router_requests_total", outcome="disconnected")
     if behaviour == "drip":
@@ -86,23 +84,23 @@ def test_a_client_that_disconnects_aborts_the_request_at_the_worker(
     assert router.metric("hotset_router_requests_total", outcome="disconnected") == disconnects + 1
 
 
-def test_a_lost_prefill_is_retried_with_another_worker(router: Router, idle_workers: list[Stub]) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="lost-once")
+@pytest.mark.parametrize("path", [PATH, "/v1/responses", "/v1/messages"])
+def test_a_lost_prefill_is_retried_with_another_worker(router: Router, idle_workers: list[Stub], path: str) -> None:
+    behave(idle_workers[2:], "lost-once")
     retries = router.metric("hotset_router_retries_total", reason="prefill_lost")
-    answer = router.post()
+    answer = router.post(f"{path}?beta=true")
     assert answer.status_code == 200
     tried = prefills_of(idle_workers)
     assert len(tried) == 3 and set(tried) == {"p1:9000", "p2:9000"}
-    assert len({request["headers"]["x-request-id"] for request in requests_of(idle_workers)}) == 1
+    (request_id,) = {request["headers"]["x-request-id"] for request in requests_of(idle_workers)}
+    assert answer.headers.get("request-id") == (request_id if path == "/v1/messages" else None)
     assert router.metric("hotset_router_retries_total", reason="prefill_lost") == retries + 2
 
 
-def test_without_room_at_a_decode_worker_another_is_tried_and_no_prefill_worker_fails(
+def test_if_a_decode_worker_has_no_room_another_is_tried_and_no_prefill_worker_counts_as_failed(
     router: Router, idle_workers: list[Stub]
 ) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="full")
+    behave(idle_workers[2:], "full")
     prefill_retries = router.metric("hotset_router_retries_total", reason="prefill_lost")
     decode_retries = router.metric("hotset_router_retries_total", reason="decode_lost")
     answer = router.post()
@@ -113,8 +111,7 @@ def test_without_room_at_a_decode_worker_another_is_tried_and_no_prefill_worker_
 
 
 def test_after_the_last_attempt_the_worker_error_is_returned(router: Router, idle_workers: list[Stub]) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="lost")
+    behave(idle_workers[2:], "lost")
     answer = router.post(stream=True)
     assert (answer.status_code, error_code_of(answer.text)) == (503, "prefill_lost")
     assert answer.headers.get_list("retry-after") == ["1"]
@@ -140,8 +137,7 @@ def test_a_decode_worker_that_cannot_answer_is_replaced(
 
 
 def test_a_rejection_is_forwarded_and_not_retried(router: Router, idle_workers: list[Stub]) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="busy")
+    behave(idle_workers[2:], "busy")
     rejections = router.metric("hotset_router_requests_total", outcome="rejected")
     answer = router.post()
     assert (answer.status_code, answer.headers["retry-after"], error_code_of(answer.text)) == (429, "7", "queue_full")
@@ -152,8 +148,7 @@ def test_a_rejection_is_forwarded_and_not_retried(router: Router, idle_workers: 
 
 
 def test_decode_worker_with_fewer_tokens_gets_the_next_request(router: Router, idle_workers: list[Stub]) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="drip")
+    behave(idle_workers[2:], "drip")
     with router.stream(prompt="x" * 4000) as long:
         pieces = long.iter_raw()
         next(pieces)
@@ -180,24 +175,17 @@ def test_prefill_worker_with_fewer_tokens_gets_the_next_request(router: Router, 
     assert set(prefills_of(decode_workers)) == {"p1:9000", "p2:9000"}
 
 
-def test_equally_loaded_workers_take_turns(router: Router, idle_workers: list[Stub]) -> None:
-    workers = [router.post().headers["x-worker"] for _ in range(6)]
-    assert workers.count("d1") == workers.count("d2") == 3
-
-
 def test_timeouts_end_responses_that_do_not_begin_or_stop_midway(cluster: Cluster, idle_workers: list[Stub]) -> None:
     router = cluster.router(
         idle_workers[:2], idle_workers[2:], "--response-timeout-seconds", "2", "--idle-timeout-seconds", "0.3"
     )
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="slow")
+    behave(idle_workers[2:], "slow")
     answer = router.post()
     assert (answer.status_code, error_code_of(answer.text)) == (504, "deadline_exceeded")
     assert wait_until(lambda: sum(stub.seen()["disconnected"] for stub in idle_workers) == 1), (
         "the worker must notice the disconnect"
     )
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="silent")
+    behave(idle_workers[2:], "silent")
     with router.stream() as stream:
         *_, last = [line for line in stream.iter_lines() if line]
     assert error_code_of(last.removeprefix("data: ")) == "worker_lost"
@@ -229,16 +217,6 @@ def test_the_router_is_as_lenient_as_a_worker(router: Router, idle_workers: list
     assert answer.headers.get_list("x-request-id") == [seen["headers"]["x-request-id"]] != ["two words"]
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_requests_of_agents_are_relayed_like_completions(router: Router, idle_workers: list[Stub], path: str) -> None:
-    idle_workers[2].behave(behaviour="lost-once")
-    idle_workers[3].behave(behaviour="lost-once")
-    answer = router.post(f"{path}?beta=true")
-    assert answer.status_code == 200 and len(prefills_of(idle_workers)) == 3
-    (request_id,) = {request["headers"]["x-request-id"] for request in requests_of(idle_workers)}
-    assert answer.headers.get("request-id") == (request_id if path == "/v1/messages" else None)
-
-
 def test_a_worker_that_answers_messages_with_an_error_is_replaced(router: Router, idle_workers: list[Stub]) -> None:
     idle_workers[2].behave(behaviour="stopped")
     assert [router.post("/v1/messages").headers["x-worker"] for _ in range(2)] == ["d2"] * 2
@@ -246,8 +224,7 @@ def test_a_worker_that_answers_messages_with_an_error_is_replaced(router: Router
 
 
 def test_errors_of_messages_have_the_shape_of_anthropic(router: Router, idle_workers: list[Stub]) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="lost")
+    behave(idle_workers[2:], "lost")
     answer = router.post("/v1/messages")
     assert answer.status_code == 503 and answer.headers.get_list("retry-after") == ["1"]
     body = answer.json()
@@ -269,8 +246,7 @@ def test_models_and_tokens_come_from_a_worker(router: Router, idle_workers: list
 def test_the_time_to_the_first_byte_of_a_full_response_does_not_include_the_rest(
     router: Router, idle_workers: list[Stub]
 ) -> None:
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="late-body")
+    behave(idle_workers[2:], "late-body")
     names = ("hotset_router_upstream_first_byte_seconds_sum", "hotset_router_upstream_seconds_sum")
     before = [router.metric(name) for name in names]
     assert router.post().json() == {}
@@ -289,8 +265,7 @@ def test_with_more_idle_connections_than_file_descriptors_the_router_serves_with
     assert router.log().count("\n") <= 100, router.log()
     assert "the limit of open files is 1024" in router.log()
     assert error_code_of(router.post(prompt="x" * 20_000).text) == "request_too_large"
-    for stub in idle_workers[2:]:
-        stub.behave(behaviour="drip")
+    behave(idle_workers[2:], "drip")
     with router.stream() as stream:
         pieces = stream.iter_raw()
         next(pieces)

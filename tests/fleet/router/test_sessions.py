@@ -19,7 +19,8 @@ LOOPBACK = Address("127.0.0.1", 0)
 HASHER = PageHasher("model", 16)
 
 
-# A worker whose health checks time out is down, and comes back with an empty cache. On a busy machine this must not be.
+# A worker is down if its health checks time out, and comes back with an empty cache. This must not happen here, even if
+# the machine is busy.
 PATIENT = ("--health-timeout-seconds", "60")
 
 
@@ -70,7 +71,7 @@ def test_every_turn_of_a_session_goes_to_the_same_workers(patient_router: Router
     assert len(set(keyed)) == 1, "prompts of one cache key go to one worker"
 
 
-def test_a_killed_workers_sessions_go_on_elsewhere_and_it_comes_back_empty(
+def test_sessions_of_a_killed_worker_continue_elsewhere_and_it_returns_with_an_empty_cache(
     cluster: Cluster, idle_workers: list[Stub]
 ) -> None:
     with reserved_port() as port:

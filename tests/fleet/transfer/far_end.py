@@ -1,5 +1,4 @@
-"""Remote endpoints for tests of transfer engines: a separate process, or for loopback an endpoint in this process; and
-how tests wait for a write."""
+"""Remote endpoints for tests of transfer engines: in a separate process, or for loopback in this process."""
 
 import os
 import signal

@@ -137,7 +137,7 @@ def test_mooncake_refuses_the_setting_with_which_the_end_of_a_write_is_unknown(m
 def test_defect_13_a_write_that_failed_at_its_deadline_may_still_arrive(
     mooncake: Transfer, far: FarProcess, memory: np.ndarray
 ) -> None:
-    """Shows why FAILED_UNKNOWN exists: the peer was only paused. Meanwhile, a write to another peer ends."""
+    """FAILED_UNKNOWN exists for this case: the peer was only paused. Meanwhile, a write to another peer ends."""
     other = FarProcess("mooncake")
     mooncake.connect("slow", far.description)
     mooncake.connect("other", other.description)
@@ -190,3 +190,43 @@ def test_the_contract_holds_for_nixl_over_tcp() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
+
+
+def write_to_a_peer_that_has_released_the_writer(pipe: Connection) -> None:
+    """Sends what a writer at another machine can write before and after the target releases it, and after it closes."""
+    os.environ["UCX_TLS"] = "tcp"
+    memory = np.zeros(400, np.uint8)
+    memory[300:] = 7
+    address = memory.ctypes.data
+    target, writer = (TransferSettings("nixl", deadline_s=5.0, lanes=1).open() for _ in range(2))
+    target.register(Region(address, 300))
+    writer.register(Region(address + 300, 100))
+
+    def write(offset: int) -> tuple[WriteState, int]:
+        ticket = writer.submit("target", np.array([[address + 300, address + offset, 100]]))
+        return wait_for_end(writer, ticket), int(memory[offset : offset + 100].sum())
+
+    writer.connect("target", target.describe())
+    target.connect("writer", writer.describe())
+    results = [write(0)]
+    (released,) = [lane.peers[0] for lane in target._lanes]  # type: ignore[attr-defined]
+    target.forget("writer")
+    assert released.disconnected.wait(60.0)
+    results.append(write(100))
+    target.close()
+    results.append(write(200))
+    writer.close()
+    pipe.send(results)
+
+
+def test_nixl_cannot_cut_off_one_writer_but_closing_the_endpoint_cuts_off_all() -> None:
+    """This is why a decode worker has an endpoint for each prefill worker. If the second write fails one day, one
+    endpoint for all is enough (links.py)."""
+    pipe, far_end = Pipe()
+    process = fork_server().Process(target=write_to_a_peer_that_has_released_the_writer, args=(far_end,))
+    process.start()
+    far_end.close()
+    before, released, closed = pipe.recv()
+    process.join()
+    assert before == released == (WriteState.DONE, 700)
+    assert closed[0] is not WriteState.DONE and closed[1] == 0

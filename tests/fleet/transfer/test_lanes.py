@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hotset.fleet.transfer.lanes import Lanes, Limits
 from hotset.fleet.transfer.regions import Description, Regions, decode_description
 
 NBYTES, POISON = 4096, 0xAB
+BACKEND_METHODS = ("register", "describe", "connect", "disconnect", "post", "check", "close")
 SECONDS = 15.0  # upper limit of every wait; what the tests wait for happens much sooner
 
 
@@ -45,12 +47,22 @@ class FaultyBackend:
     limits = Limits(writes=4, nbytes=400, write_nbytes=300, in_flight=8)
 
     def __init__(self) -> None:
+        self.device = threading.local()  # has a value in threads that have made the device their current one
+        self.called_without_device: list[str] = []  # methods
         self.remotes: dict[bytes, Remote] = {}
         self.closed = 0
         self.reuse_remotes = False  # whether connecting again to a peer returns the same `Remote`
         self.may_connect = threading.Event()  # `connect` blocks until it is set
         self.may_connect.set()
         self.refuse_registration = False
+
+    def use_device(self) -> None:
+        self.device.used = True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in BACKEND_METHODS and not hasattr(self.device, "used"):
+            self.called_without_device.append(name)
+        return object.__getattribute__(self, name)
 
     def register(self, region: Region) -> None:
         if self.refuse_registration:
@@ -102,7 +114,7 @@ class Bench:
 
     def __init__(self, lanes: int) -> None:
         self.backend = FaultyBackend()
-        self.transfer = Lanes(self.backend, lanes, SECONDS)
+        self.transfer = Lanes(self.backend, lanes, SECONDS, self.backend.use_device)
         self.source = np.arange(NBYTES).astype(np.uint8) % POISON
         self.target = np.full(NBYTES, POISON, np.uint8)
         self.transfer.register(Region(self.source.ctypes.data, NBYTES))
@@ -145,9 +157,27 @@ def make_bench() -> Iterator[Callable[..., Bench]]:
         bench.transfer.close()
         # A blocked write continues now, so the memory must live until the threads of the lanes have ended.
         assert all(lane.join(SECONDS) for lane in bench.transfer._lanes)
+        assert not bench.backend.called_without_device, "a thread did not make the device its current one"
 
 
 MakeBench = Callable[..., Bench]
+
+
+def test_every_thread_makes_the_device_its_current_one_before_it_calls_the_backend(make_bench: MakeBench) -> None:
+    """The lane's thread posts, checks and disconnects. Of the others, each calls one method of the endpoint. The
+    fixture checks this for the calls of all tests."""
+    bench = make_bench()
+    calls: list[Callable[[], object]] = [
+        bench.transfer.describe,
+        lambda: bench.transfer.register(Region(1, 1)),
+        lambda: bench.wait_for_end(bench.submit("peer")) if bench.connect("peer") else None,
+        bench.transfer.close,
+    ]
+    for call in calls:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(SECONDS)
+    assert bench.backend.closed and bench.backend.remotes[b"peer"].posts == [1]
 
 
 def test_submit_and_poll_do_not_wait_for_a_lane_that_hangs(make_bench: MakeBench) -> None:

@@ -9,8 +9,8 @@ from aiohttp import web
 Body = dict[str, Any]
 Script = Callable[["Stream"], Awaitable[None]]
 MODEL = "scripted"
-FIRST_ID = 10  # /tokenize returns an id from here on for each word, and BOS before them
 BOS = 1
+FIRST_ID = 10  # /tokenize returns BOS, and then one id for each word, from FIRST_ID on
 
 
 class Stream:
@@ -57,7 +57,7 @@ class Refused(Exception):
 
 
 async def all_tokens(stream: Stream) -> None:
-    """Sends as many tokens as were asked for."""
+    """Sends as many tokens as the client requested."""
     for number in range(stream.body["max_tokens"]):
         await stream.text(f" {number}")
     await stream.finish()

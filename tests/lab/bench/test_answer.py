@@ -1,4 +1,4 @@
-"""The parser of event streams: any division into network reads gives the same answer."""
+"""The parser of event streams returns the same answer however the stream is divided into network reads."""
 
 import itertools
 import json
@@ -65,7 +65,7 @@ def test_an_answer_is_the_same_for_every_division_of_its_stream(cuts: list[int])
     assert answer.chunk_times == [sum(cut < end for cut in cuts) for end in ends]
 
 
-def test_chunks_without_text_are_no_tokens_and_chat_deltas_with_reasoning_or_tool_calls_are() -> None:
+def test_deltas_with_content_reasoning_or_tool_calls_count_as_chunks_and_others_do_not() -> None:
     pieces = [delta(role="assistant"), delta(reasoning_content="a"), delta(content="b"), delta(tool_calls=[{}])]
     answer = read(*pieces, text("", "stop"), DONE)
     assert answer.chunk_times == [1.0, 2.0, 3.0]
@@ -111,5 +111,5 @@ def test_a_stream_that_is_cut_or_contains_an_error_has_failed(pieces: list[bytes
         (200, b'{"choices": []}', 'the server did not stream its answer: {"choices": []}'),
     ],
 )
-def test_the_message_of_a_response_that_is_no_stream_is_found(status: int, body: bytes, message: str) -> None:
+def test_the_message_of_a_response_that_is_not_a_stream_is_found(status: int, body: bytes, message: str) -> None:
     assert failure_of(status, body) == Failure(status, message)

@@ -1,4 +1,4 @@
-"""The times of an open loop have the asked rate and spread, and depend only on the seed."""
+"""The times of an open loop have the requested rate and spread, and depend only on the seed."""
 
 import math
 import statistics

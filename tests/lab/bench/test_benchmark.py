@@ -53,7 +53,7 @@ def measure(server: ScriptedServer, **values: Any) -> LoadResult:
 
 
 class Barrier:
-    """Holds answers until `parties` requests have arrived. Then the next `parties` requests are awaited."""
+    """Holds answers until `parties` requests have arrived. Then does the same for the next `parties` requests."""
 
     def __init__(self, parties: int) -> None:
         self._barrier = asyncio.Barrier(parties)
@@ -63,7 +63,7 @@ class Barrier:
         await all_tokens(stream)
 
 
-def test_a_closed_loop_keeps_exactly_the_asked_number_of_requests_running() -> None:
+def test_a_closed_loop_keeps_exactly_the_requested_number_of_requests_running() -> None:
     server = ScriptedServer(Barrier(3))
     result = measure(server, concurrency="3", num_requests=12)
     assert len(result.completed) == 12 and server.most_running == 3
@@ -71,7 +71,7 @@ def test_a_closed_loop_keeps_exactly_the_asked_number_of_requests_running() -> N
 
 
 def test_an_open_loop_sends_requests_while_earlier_ones_wait_for_their_answers() -> None:
-    """The server answers none of them before all have arrived: a client that waited would never end."""
+    """The server answers no request before all have arrived. A client that waited for answers would never end."""
     server = ScriptedServer(Barrier(20))
     result = measure(server, rate="400", burstiness=float("inf"), num_requests=20)
     ordered = sorted(result.completed, key=lambda record: record.scheduled or 0.0)
@@ -95,14 +95,14 @@ def test_a_duration_ends_the_load_and_running_requests_are_finished() -> None:
         await all_tokens(stream)
 
     result = measure(ScriptedServer(hold), concurrency="2", duration=0.35)
-    # Each worker starts another request as long as there is time, and the last ones end after it.
+    # Each worker starts requests until the time is over, and the last requests end later.
     assert result.seconds >= 0.35 and result.unfinished == 0 and len(result.completed) == len(result.records)
     result = measure(ScriptedServer(), rate="128", burstiness=float("inf"), duration=10 / 128)
     assert len(result.completed) == 10
 
 
 def test_times_are_those_of_the_network_reads_in_which_the_chunks_arrive() -> None:
-    """The script sets the clock before each chunk, and waits until the client has read the clock."""
+    """The script sets the clock before it sends each chunk. Then it waits until the client has read the clock."""
     now = 0.0
     reads = 0
     was_read = asyncio.Condition()
@@ -140,7 +140,7 @@ def test_times_are_those_of_the_network_reads_in_which_the_chunks_arrive() -> No
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("tokenize", [True, False])
-def test_prompts_have_exactly_the_asked_length_as_ids_and_as_text(endpoint: str, tokenize: bool) -> None:
+def test_prompts_have_exactly_the_requested_length_as_ids_and_as_text(endpoint: str, tokenize: bool) -> None:
     server = ScriptedServer(tokenize=tokenize)
     result = measure(server, endpoint=endpoint, num_requests=4, input_tokens="33")
     assert [record.input_tokens for record in result.completed] == [33] * 4

@@ -125,6 +125,8 @@ def test_goodput_counts_requests_within_all_limits_and_failed_requests_as_missed
         ((0.2, 0.001, 0.1, 0.08, 0.1), "the generator was late by 80 ms (p99)"),
     ],
 )
-def test_a_generator_that_was_late_or_short_of_cpu_time_says_so(health: tuple[float, ...], warning: str | None) -> None:
+def test_the_report_warns_of_a_generator_that_was_late_or_short_of_cpu_time(
+    health: tuple[float, ...], warning: str | None
+) -> None:
     found = GeneratorHealth(*health).warning
     assert found is None if warning is None else found is not None and warning in found

@@ -1,4 +1,4 @@
-"""The requests of a benchmark have the asked lengths and shared prefixes, and their files are checked."""
+"""The requests of a benchmark have the requested lengths and shared prefixes, and files of requests are checked."""
 
 import json
 from itertools import combinations, islice
@@ -30,7 +30,7 @@ def write_lines(path: Path, *lines: object) -> str:
 
 @EXAMPLES
 @given(st.integers(1, 300), st.integers(0, 200), st.integers(0, 250), st.integers(0, 1000))
-def test_random_prompts_have_the_asked_lengths_and_the_same_prefix(
+def test_random_prompts_have_the_requested_lengths_and_the_same_prefix(
     shortest: int, spread: int, prefix: int, seed: int
 ) -> None:
     prefix = min(prefix, shortest - 1)
@@ -52,7 +52,7 @@ def test_only_the_prefix_is_shared() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(45, 20), (46, 20), (5, 1), (1, 1)])
-def test_texts_have_the_number_of_words_that_the_server_counts_as_the_asked_tokens(tokens: int, words: int) -> None:
+def test_texts_have_as_many_words_as_the_server_counts_as_the_requested_tokens(tokens: int, words: int) -> None:
     source = PromptSource(WORDS, tokens_per_unit=2.0, extra_tokens=5.0)
     [request] = planned(BenchConfig(input_tokens=str(tokens)), 1, source)
     assert request.prompt.split()[0] == "the" and len(request.prompt.split()) == words
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_line(
         ({"endpoint": "embeddings"}, "--endpoint must be one of 'completions', 'chat'"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
+def test_invalid_and_contradictory_settings_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         BenchConfig(**values)
     assert message in str(error.value)

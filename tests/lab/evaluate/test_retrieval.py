@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from harness import DEMO
 from serve.running_server import serving
 
 from hotset import LLM
@@ -14,7 +15,6 @@ from hotset.cli import main
 from hotset.lab.evaluate.retrieval import EvaluationPlan, LocalBackend, ServerBackend, evaluate
 from hotset.lab.evaluate.tasks import make_questions
 
-DEMO = Path(__file__).resolve().parents[3] / "models" / "demo-dsa"
 LOOKUPS = ("lookup", "several", "last")
 
 
@@ -63,9 +63,9 @@ def test_length_beyond_the_context_is_refused_before_the_first_question() -> Non
 @pytest.mark.slow
 def test_engine_and_server_give_the_same_answers(tmp_path: Path) -> None:
     plan = EvaluationPlan(LOOKUPS, [512, 4096], 6, 0)
-    with LLM(str(DEMO), progress=False, device="cpu", max_model_len=4608) as llm:
+    with LLM(DEMO, progress=False, device="cpu", max_model_len=4608) as llm:
         local = evaluate(LocalBackend(llm), plan)
-    with serving(tmp_path, str(DEMO), "--device", "cpu", "--max-model-len", "4608") as server:
+    with serving(tmp_path, DEMO, "--device", "cpu", "--max-model-len", "4608") as server:
         backend = ServerBackend(server.url)
         remote = evaluate(backend, plan)
         backend.close()
@@ -79,7 +79,7 @@ def test_engine_and_server_give_the_same_answers(tmp_path: Path) -> None:
         (["--model", "no/such/model"], "no/such/model"),
         (["--url", "http://127.0.0.1:9"], "http://127.0.0.1:9 cannot be reached"),
         (["--url", "nonsense"], "nonsense cannot be reached"),
-        (["--model", str(DEMO), "--device", "cpu", "--max-model-len", "512"], "1024 tokens exceed the context"),
+        (["--model", DEMO, "--device", "cpu", "--max-model-len", "512"], "1024 tokens exceed the context"),
         (["--lengths", "1k"], "--lengths '1k'"),
         (["--lengths", "12"], "--lengths '12'"),
         (["--tasks", "riddle"], "--tasks 'riddle'"),

@@ -1,4 +1,4 @@
-"""Requests that `hotset plan` predicts, against the requests that a started engine runs at the same time."""
+"""`hotset plan` predicts how many requests an engine runs at the same time. A real engine is the oracle."""
 
 import json
 from collections import Counter
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {  # None is th
     ),
     "sparse, limited by the host": (SPARSE, {"device_kv_gib": 6 * MIB, "host_kv_tokens": 1300}),
     "demo model, fp8 rows": (None, {"device_kv_gib": 6 * MIB, "host_kv_gib": 64 * MIB, "kv_dtype": "fp8"}),
-    # An answer would end before the next prompt is computed.
+    # If answers were not held, each would end before the next prompt is computed.
     "sparse, tiered, prompts of many chunks": (SPARSE, {"device_kv_gib": 3 * MIB, "max_num_batched_tokens": 8}),
     "dense": (DENSE, {"device_kv_gib": 0.5 * MIB}),
     "dense, limited by seats": (DENSE, {"device_kv_gib": 4 * MIB, "max_num_seqs": 7}),

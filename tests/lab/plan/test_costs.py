@@ -1,4 +1,4 @@
-"""The cost model against measured steps, and its parts against independent counts."""
+"""The cost model agrees with measured steps, and its parts agree with independent counts."""
 
 import sys
 from dataclasses import replace
@@ -90,12 +90,39 @@ def test_experts_that_no_token_uses_are_not_read() -> None:
     assert step.weights_s == pytest.approx((read - unused) / (4.8e12 * 0.85))
 
 
-def test_tensor_parallel_ranks_take_turns_on_no_layer_but_wait_for_links() -> None:
+def test_tensor_parallel_ranks_divide_weights_and_attention_and_wait_for_links() -> None:
     one, eight = costs_of("llama-3.3-70b"), costs_of("llama-3.3-70b", Split(tp_size=8))
     alone, split = one.decode(16, 8192), eight.decode(16, 8192)
     assert split.weights_s == pytest.approx(alone.weights_s / 8, rel=0.01)
     assert split.attention_s == pytest.approx(alone.attention_s / 8)
     assert (alone.links_s, split.links_s > 0) == (0, True)
+
+
+def test_tensor_parallel_ranks_divide_no_rows_no_index_keys_and_no_indexer() -> None:
+    one, eight = (costs_of("deepseek-v3.2", split, FP8) for split in (Split(), Split(tp_size=8)))
+    alone, split = one.decode(16, 65536, 16), eight.decode(16, 65536, 16)
+    assert (split.swap_bytes, split.bus_s) == (alone.swap_bytes, alone.bus_s)
+    assert split.keys_s == alone.keys_s
+    assert split.attention_s == pytest.approx(alone.attention_s / 8)
+    spec = find_config("deepseek-v3.2").spec
+    whole, shard = (
+        {rate.name: rate for rate in product_rates(spec, split) if rate.name in ("index scores", "indexer projections")}
+        for split in (Split(), Split(tp_size=8))
+    )
+    assert len(whole) == 2 and whole == shard
+
+
+def test_collectives_of_a_chunk_carry_as_many_rows_of_each_rank_as_the_longest_has() -> None:
+    spec, moe_layers, hidden = find_config("deepseek-v3.2").spec, 58, 7168
+    costs = costs_of("deepseek-v3.2", Split(dp_size=8), FP8)
+    of_others = 7 * 1024 * hidden * 2  # bytes that a rank receives in one all_gather, or in one reduce_scatter
+    links_s = 2 * moe_layers * (of_others / 450e9 + 20e-6)
+    for chunks, decodes in (([(0, 1024)], 0), ([(5000, 5500), (0, 500)], 24)):
+        products = sum(costs.prefill_seconds(*chunk, 1 / 8) for chunk in chunks)
+        assert costs.prompt_step_seconds(chunks, 1 / 8, decodes) == pytest.approx(products + links_s)
+    assert spec.moe is not None and len(spec.moe.layers) == moe_layers
+    # A prompt of a few tokens takes as long as it takes to read the weights.
+    assert costs.prompt_step_seconds([(0, 4)]) == costs.decode_rates(4).fixed_s > 3 * costs.prefill_seconds(0, 4)
 
 
 def test_a_bus_of_half_the_speed_is_busy_for_twice_as_long() -> None:

@@ -17,6 +17,7 @@ from hotset.cli import app
 from hotset.lab.plan.gpus import GPUS, Machine, find_gpu
 from hotset.lab.plan.model_configs import EXAMPLES, example_names, find_config
 from hotset.lab.plan.planner import Plan, make_plan, serve_flags
+from hotset.lab.plan.roles import best_roles
 
 EIGHT_H200 = Machine(2048 * GIB, find_gpu("h200"), 8)
 
@@ -51,10 +52,14 @@ def test_the_best_split_has_the_best_figure_of_its_goal() -> None:
 @examples(2)
 @given(st.sampled_from([1, 2, 7]), st.integers(1, 1 << 20), st.integers(2, 1 << 24), st.integers(1, 1 << 16))
 @example(gpus=1, host_gib=1 << 20, context=2, requests=1 << 16)
-def test_machines_and_loads_that_meet_nowhere_have_a_plan(
+def test_every_combination_of_machine_and_load_has_a_plan(
     gpus: int, host_gib: int, context: int, requests: int
 ) -> None:
     machine = Machine(host_gib * GIB, find_gpu("rtx4090"), gpus)
+    if context > find_config("qwen3-8b").spec.context:
+        with pytest.raises(ConfigError, match="--contexts must lie between 2 and 40960"):
+            plan_of("qwen3-8b", machine, contexts=(context,), max_num_seqs=requests)
+        return
     plan = plan_of("qwen3-8b", machine, contexts=(context,), max_num_seqs=requests)
     assert json.loads(json.dumps(plan.to_json(), allow_nan=False))["splits"]
 
@@ -66,6 +71,35 @@ def test_a_given_split_is_the_only_one_and_a_split_that_does_not_fit_says_why() 
     assert plan.splits[-1].name == "DP8" and "weights take 131.4 GiB" in (plan.splits[-1].reason or "")
     small = Machine(64 * GIB, find_gpu("h100"), 1)
     assert plan_of("deepseek-v3.2", small).best is None
+
+
+def test_prompts_take_the_split_that_computes_one_first_and_answers_that_with_the_most_tokens() -> None:
+    plan = plan_of("deepseek-v3.2")
+    roles, of_split = best_roles(plan), {split.name: split.best(-1) for split in plan.splits}
+    assert roles is not None
+    prompts, answers, balance = roles.sentences
+    assert (roles.prefill.name, roles.decode.name) == ("PP8", "DP8")
+    seconds = {name: decode.prompt_s or 0.0 for name, decode in of_split.items()}
+    assert min(seconds, key=seconds.__getitem__) == "PP8" and 8 <= seconds["PP8"] <= 10
+    assert prompts.startswith(f"prompts of 131,072: PP8, {seconds['PP8']:.1f} s; ")
+    assert f"{seconds['TP8']:.1f} s with TP8, where every rank computes the whole indexer" in prompts
+    assert answers.startswith("answers: DP8, 3,064 tokens/s; ") and "646 with TP8" in answers
+    assert "TP4 x PP2" not in prompts + answers
+    # While PP8 computes one prompt after another, DP8 answers as many.
+    length = 131072 / (of_split["PP8"].prompt_tokens_per_s or 0.0) * (of_split["DP8"].tokens_per_s or 0.0)
+    assert f"have {length:,.0f} tokens" in balance
+    for only in (plan_of("deepseek-v3.2", tensor_parallel_size=8), plan_of("qwen3-8b", Machine(64 * GIB))):
+        assert best_roles(only) is None
+
+
+def test_many_prompts_at_once_keep_all_gpus_busy() -> None:
+    """A prompt alone leaves data parallel ranks idle, and a pipeline while it fills."""
+    for split in plan_of("deepseek-v3.2", contexts=(8192,)).splits:
+        (decode,) = split.tiers_on
+        alone = 8192 / (decode.prompt_s or 0.0)
+        faster = (decode.prompt_tokens_per_s or 0.0) / alone
+        assert faster == pytest.approx(1.0) if split.name == "TP8" else faster > 1.1, split.name
+        assert split.name != "DP8" or 5 < faster < 8
 
 
 def test_flags_repeat_the_plan() -> None:
@@ -86,12 +120,13 @@ def test_the_command_prints_tables_json_and_a_picture(tmp_path: Path) -> None:
     machine = ("--gpu", "h200", "--gpus", "8", "--host-gib", "2048")
     shown = run("deepseek-v3.2", *machine, "--plot", str(tmp_path / "plan.svg"))
     assert shown.exit_code == 0
-    for text in ("TP4 x PP2", "hotset serve deepseek-v3.2", "--data-parallel-size 8", "131,072"):
+    for text in ("TP4 x PP2", "hotset serve deepseek-v3.2", "--data-parallel-size 8", "131,072", "answers: DP8, 3,064"):
         assert text in shown.stdout
     picture = (tmp_path / "plan.svg").read_text()
     assert picture.startswith("<svg") and "Tokens per second" in picture
     printed = json.loads(run("deepseek-v3.2", *machine, "--json").stdout)
     assert printed["splits"][0]["name"] == "DP8" and printed["flags"]
+    assert printed["roles"] == {"prefill": "PP8", "decode": "DP8"}
     assert printed["splits"][0]["tiers_on"][-1]["requests"] > printed["splits"][0]["tiers_off"][-1]["requests"]
 
 

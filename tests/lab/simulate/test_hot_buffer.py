@@ -1,4 +1,4 @@
-"""Replayed hot buffers against the engine's own counters, and policies against simple models of them."""
+"""Replayed hot buffers agree with the engine's own counters, and policies agree with simple models of them."""
 
 import random
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import DEMO
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError
@@ -16,11 +17,10 @@ from hotset.lab.simulate.policies import POLICIES, EvictableRows, find_policy
 from hotset.lab.simulate.recorder import decode, load
 from hotset.lab.simulate.topk_trace import TopkTrace, TraceHeader
 
-MODEL = str(Path(__file__).parents[3] / "models" / "demo-dsa")
 LENGTHS = (290, 185)
 STEPS = 14
 PAGE_ROWS = 8
-SETTINGS = {"model": MODEL, "device": "cpu", "max_num_seqs": 2, "page_rows": PAGE_ROWS, "max_model_len": 320}
+SETTINGS = {"model": DEMO, "device": "cpu", "max_num_seqs": 2, "page_rows": PAGE_ROWS, "max_model_len": 320}
 
 
 def prompts() -> list[list[int]]:
@@ -135,7 +135,7 @@ def test_a_policy_knows_when_each_row_was_loaded_and_how_often_it_was_used() -> 
     assert known == [[[1, 3], [1, 1], [0, 1], [2, 1]]]
 
 
-def test_a_policy_of_ones_own_is_read_from_a_file(tmp_path: Path, trace: TopkTrace) -> None:
+def test_a_policy_of_the_user_is_read_from_a_file(tmp_path: Path, trace: TopkTrace) -> None:
     function, stateful = tmp_path / "mine.py", tmp_path / "stateful.py"
     function.write_text("def victims(rows, count):\n    return rows.last_used.argsort(kind='stable')[:count]\n")
     stateful.write_text(

@@ -1,4 +1,4 @@
-"""Simulated traffic: against a real engine that computes the same requests on a CPU, and by its own rules."""
+"""Simulated traffic agrees with a real engine that computes the same requests on a CPU, and follows its own rules."""
 
 import json
 import random
@@ -23,9 +23,10 @@ from hotset.lab.plan.capacity import plan_capacity
 from hotset.lab.plan.costs import RankCosts
 from hotset.lab.plan.gpus import H200, Machine
 from hotset.lab.plan.model_configs import find_config
+from hotset.lab.plan.pipeline import SimulatedClock
 from hotset.lab.plan.products import product_rates, prompt_work
 from hotset.lab.simulate.prompts import Arrival, arrivals, page_hashes
-from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, SimulatedClock, StepCost, StepWork, work_of
+from hotset.lab.simulate.step_clock import FixedCosts, GpuCosts, StepCost, StepWork, work_of
 from hotset.lab.simulate.traffic import TrafficResult, run_traffic, simulated_engine
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.feed_forward import ROUTED
@@ -36,8 +37,6 @@ from hotset.tiers.prefix_cache import PageHasher
 from hotset.tiers.residence import Residence
 
 VOCAB = 64
-
-
 COSTS = FixedCosts(step_s=0.01, prompt_token_s=1e-4, decode_token_s=1e-3, tiered_token_s=1e-3, position_s=1e-4)
 
 
@@ -153,7 +152,7 @@ def test_pipeline_stages_compute_different_steps_at_the_same_time() -> None:
 
 
 def test_experts_compute_the_prompts_of_all_replicas() -> None:
-    """A replica whose peers have no prompts computes an eighth of what it would if all had as many."""
+    """If only one of eight replicas has prompts, each computes an eighth of the experts' work of a full load."""
     spec, split = find_config("glm-5.2").spec, Split(dp_size=8)
     shape = worker_kv_shape(spec, torch.bfloat16, KvStorage(fp8_rows=True, fp8_keys=True), split)
     costs = GpuCosts([RankCosts(spec, split, shape, H200, 4096, 2)])

@@ -56,7 +56,7 @@ SMALL = make_trace((2, 5, 2, 4), (2, 300), seed=0, keep=0.5)
     keep=st.sampled_from((0.0, 0.5, 1.0)),
     seed=st.integers(0, 1 << 20),
 )
-def test_what_is_read_is_what_was_written(
+def test_a_trace_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory,
     contexts: list[int],
     steps: int,

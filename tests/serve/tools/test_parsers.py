@@ -1,4 +1,4 @@
-"""Parsers of tool calls: an answer gives the same texts and calls however it is cut, and nothing of it is lost."""
+"""Parsers of tool calls find the same texts and calls however an answer is cut, and lose nothing of it."""
 
 import itertools
 import json
@@ -92,7 +92,7 @@ every_format = pytest.mark.parametrize("tool_format", FORMATS, ids=lambda each: 
 
 @dataclass
 class SeenCall:
-    """A call as a client sees it that adds up the pieces of a stream."""
+    """A call as a client sees it after it has added up the pieces of a stream."""
 
     name: str
     arguments: str = ""
@@ -399,7 +399,7 @@ def test_llama_calls_without_a_marker_are_found_at_the_beginning_only() -> None:
     assert parsed(BY_NAME["llama3"], [text]) == parsed(BY_NAME["llama3"], list(text)) == expected
 
 
-def test_only_semicolons_between_calls_of_llama_are_no_text() -> None:
+def test_semicolons_between_calls_of_llama_are_dropped_and_others_are_text() -> None:
     text = '; <|python_tag|>{"name": "now", "parameters": {}};; {"name": "now", "parameters": {}};'
     expected: list[Item] = [";", ("now", {}), ("now", {}), ";"]
     assert parsed(BY_NAME["llama3"], [text]) == parsed(BY_NAME["llama3"], list(text)) == expected

@@ -1,6 +1,6 @@
 """Tools in chat completions, as the `openai` client sees them: an engine plays back the answers of a model.
 
-Each format has a template in which tools, calls and results are rendered as the published templates do it.
+Each format has a template that renders tools, calls and results like the published templates.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from hotset.serve.tools.formats import FORMATS, format_for
 LOOP = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
 END = "<end>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 TOOLS_HERE = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
-# As Qwen3's template: arguments are text or an object.
+# Like Qwen3's template: arguments are a text or an object.
 QWEN3 = (
     TOOLS_HERE + LOOP + "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
     '{{ \'<tool_call>\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
     "{{ call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}"
     "{{ '}\n</tool_call>' }}{% endfor %}" + END
 )
-# As Qwen3-Coder's: it iterates over the arguments.
+# Like Qwen3-Coder's template, which iterates over the arguments.
 CODER = (
     TOOLS_HERE + LOOP + "{% for call in m.tool_calls or [] %}{% if m.content or not loop.first %}{{ '\n' }}{% endif %}"
     "{{ '<tool_call>\n<function=' + call.function.name + '>\n' }}"
@@ -46,7 +46,7 @@ CODER = (
     "{{ '<parameter=' + key + '>\n' }}{{ value if value is string else value | tojson }}{{ '\n</parameter>\n' }}"
     "{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}" + END
 )
-# As Llama 3.1's: one call for each message.
+# Like Llama 3.1's template, which accepts one call in each message.
 LLAMA3 = (
     TOOLS_HERE + LOOP + "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
     "{{ raise_exception('one call at a time') }}{% endif %}{% set call = m.tool_calls[0].function %}"
@@ -198,15 +198,6 @@ def test_no_chunk_shows_a_part_of_a_marker_and_a_malformed_call_is_text(engines:
         shown = [chunk.choices[0].delta.content or "" for chunk in chunks]
         assert "".join(shown) == text and not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
         assert chunks[-1].choices[0].finish_reason == "stop"
-
-
-def test_only_one_call_is_returned_unless_calls_may_be_parallel(engines: Any) -> None:
-    answer = WRITERS["qwen3"](CALLS)
-    message = ask(engines("qwen3"), answer, parallel_tool_calls=False).choices[0].message
-    assert message.content is None and calls_of(message) == CALLS[:1]
-    chunks = stream(engines("qwen3"), answer, parallel_tool_calls=False)
-    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
-    assert {part.index for part in parts} == {0}
 
 
 def test_without_tools_a_marker_is_text(engines: Any) -> None:
