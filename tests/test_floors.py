@@ -31,7 +31,6 @@ CORE = {
 FLEET = {
     "fleet": 8,
     "fleet/child_process": 8,
-    "fleet/processes": 8,
     "fleet/kv_events": 8,
     "fleet/ray": 8,
     "fleet/transfer": 8,
@@ -41,7 +40,7 @@ FLEET = {
     "fleet/connections": 10,
     "fleet/local": 10,
 }
-LAB = {"lab": 8, "lab/bench": 8, "lab/evaluate": 8, "lab/plan": 9, "lab/simulate": 10}
+LAB = {"lab": 8, "lab/bench": 8, "lab/doctor": 8, "lab/evaluate": 8, "lab/plan": 9, "lab/simulate": 10}
 FLOORS = CORE | FLEET | LAB | {"cli": 11, "__main__": 12}
 GROUPS = ("fleet", "lab")  # folders of folders
 NO_TORCH = (
@@ -51,7 +50,6 @@ NO_TORCH = (
     "fleet/cluster",
     "fleet/kv_events",
     "fleet/local",
-    "fleet/processes",
     "fleet/router",
     "grammar",
     "schedule",
@@ -59,7 +57,7 @@ NO_TORCH = (
 )
 # The offline API imports these, and so does an engine with peers. They must need no package of the server.
 LIBRARY = [folder for folder, floor in CORE.items() if floor <= CORE["engine"]]
-LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/processes", "fleet/ray", "fleet/transfer"]
+LIBRARY += ["fleet/connections", "fleet/handoff", "fleet/kv_events", "fleet/ray", "fleet/transfer"]
 OPTIONAL = [
     *("pydantic", "fastapi", "uvicorn", "msgspec", "zmq", "nixl", "mooncake", "triton"),
     *("ray", "gguf", "jinja2", "transformers", "cuda", "llguidance"),

@@ -1,4 +1,4 @@
-"""Host memory that this process can use: what the machine has available, within the limits of its control groups.
+"""Host memory and CPUs that this process can use: what the machine has, within the limits of its control groups.
 
 Containers and service managers put a process into a control group (cgroup). Its memory is limited there and in every
 group above. A process that exceeds a limit is killed, although the machine may have memory left.
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from hotset.base.units import show_bytes
+
 CGROUPS = "sys/fs/cgroup"
 
 
@@ -21,6 +23,11 @@ class HostMemory:
     total: int  # of the machine
     free: int  # what this process could allocate now
     limit: int | None  # the lowest limit of its control groups; None if none is below `total`
+
+    @property
+    def limit_note(self) -> str:
+        """The limit in words, to be appended to a message. Empty if there is none."""
+        return "" if self.limit is None else f" (a control group limits this process to {show_bytes(self.limit)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     """
     total, free = _machine_memory(root / "proc/meminfo")
     lowest = None
-    for folder, files in _groups(root):
+    for folder, version in _groups(root, "memory"):
+        files = _V2 if version == 2 else _V1
         limits = [limit for name in files.limits if (limit := _number(folder / name)) is not None]
         limit = min(limits, default=total)
         if limit >= total:  # cgroups v1 writes a huge number instead of "max"
@@ -52,6 +60,19 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         used = (_number(folder / files.usage) or 0) - first_numbers(folder / "memory.stat").get(files.dropped_first, 0)
         free = min(free, limit - max(0, used))
     return HostMemory(total, max(0, free), lowest)
+
+
+def cgroup_cpus(root: Path = Path("/")) -> float | None:
+    """Returns how many CPUs the control groups of this process let it use at a time. None if they set no limit."""
+    limits = []
+    for folder, version in _groups(root, "cpu"):
+        if version == 2:
+            quota, _, period = "".join(_lines(folder / "cpu.max")[:1]).partition(" ")
+        else:
+            quota, period = (str(_number(folder / f"cpu.cfs_{name}_us")) for name in ("quota", "period"))
+        if quota.isdecimal() and period.isdecimal():  # no limit is "max" or "-1"
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
 
 
 def return_free_memory() -> None:
@@ -69,8 +90,8 @@ def _machine_memory(meminfo: Path) -> tuple[int, int]:
     return total, kib["MemAvailable:"] * 1024 if "MemAvailable:" in kib else total // 2
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
-    """Yields the folders of this process's groups up to the topmost one, for every version of cgroups.
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yields the folders of this process's groups up to the topmost one, and their version of cgroups.
 
     In a container, /proc can show the path of a group as seen from outside. Its folder is missing then, and the topmost
     folder is the one of the container.
@@ -79,18 +100,18 @@ def _groups(root: Path) -> Iterator[tuple[Path, _GroupFiles]]:
     for line in _lines(root / "proc/self/cgroup"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            tops, files = [mounts / "memory"], _V1
+        if controller in controllers.split(","):
+            tops, version = [mounts / controller], 1
         elif number == "0":
-            tops, files = [mounts, mounts / "unified"], _V2  # "unified": where v1 is in use too
+            tops, version = [mounts, mounts / "unified"], 2  # "unified": where v1 is in use too
         else:
             continue
         for folder in tops:
-            yield folder, files
+            yield folder, version
             for part in PurePosixPath(path).parts:
                 if part not in ("/", ".."):
                     folder = folder / part
-                    yield folder, files
+                    yield folder, version
 
 
 def _lines(path: Path) -> list[str]:

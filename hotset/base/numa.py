@@ -1,9 +1,16 @@
 """The memory topology of this machine, read from sysfs: NUMA nodes, the node and the link of each GPU, and huge pages.
+Also how memory gets to the NUMA nodes of GPUs.
 
 A NUMA node is a part of the memory, and the processors and devices that reach it fastest. Huge pages are units of
 memory of 2 MiB, say, instead of 4 KiB: mapping and pinning them takes a fraction of the time.
 """
 
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +19,19 @@ from hotset.base.host_memory import first_numbers
 
 NODES = "sys/devices/system/node"
 TRANSPARENT_HUGE_PAGES = "sys/kernel/mm/transparent_hugepage"
+PRIVATE_HUGE_PAGES_FILE = f"/{TRANSPARENT_HUGE_PAGES}/enabled"
 SHARED_HUGE_PAGES_FILE = f"/{TRANSPARENT_HUGE_PAGES}/shmem_enabled"
+# The C library has no wrapper for this call; libnuma, which has one, is missing on many machines.
+MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
+MPOL_PREFERRED, MPOL_INTERLEAVE = 1, 3
+MAX_NODES = 1024
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.argtypes = (
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long),
+    *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint),
+)
+_libc.syscall.restype = ctypes.c_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +88,61 @@ def gpu_node(gpu: int, root: Path = Path("/")) -> int | None:
     return int(text) if text.isdecimal() else None  # "-1" means unknown
 
 
+def store_nodes(gpus: Collection[int], root: Path = Path("/")) -> tuple[int, ...]:
+    """Returns the NUMA nodes for a host store that these GPUs use: their own nodes. Empty if the machine has only one
+    node, if it does not report the node of a GPU, or if this process may not use the memory of one of these nodes."""
+    if not gpus or len(nodes := numa_nodes(root)) < 2:
+        return ()
+    found = {gpu_node(gpu, root) for gpu in gpus}
+    if found - {node.number for node in nodes if node.allowed}:
+        return ()
+    return tuple(sorted(node for node in found if node is not None))
+
+
+def mbind(address: int, nbytes: int, nodes: Sequence[int]) -> int:
+    """Places memory that has not been touched yet on NUMA nodes: on one node, or on another if that is full; on several
+    nodes in turn. `address` is that of a page. Returns 0, or the number of an error."""
+    number = MBIND_NUMBERS.get(platform.machine())
+    if number is None:
+        return errno.ENOSYS
+    bits = (ctypes.c_ulong * (MAX_NODES // 64))()
+    for node in nodes:
+        bits[node // 64] |= 1 << node % 64
+    mode = MPOL_PREFERRED if len(nodes) == 1 else MPOL_INTERLEAVE
+    failed = _libc.syscall(number, address, nbytes, mode, ctypes.addressof(bits), MAX_NODES, 0)
+    return ctypes.get_errno() if failed else 0
+
+
+def mbind_refusal() -> str | None:
+    """Returns why the system refuses `mbind` to this process, or None if it does not."""
+    refused = mbind(0, 0, (0,))  # changes nothing, because it names no memory
+    return os.strerror(refused) if refused else None
+
+
+def first_touch_cpus(gpus: Collection[int], root: Path = Path("/")) -> frozenset[int]:
+    """Returns the CPUs on which threads must touch new memory so that it gets to the NUMA nodes of these GPUs. Only
+    CPUs on which this thread may run are returned. Empty if there is nothing to choose, or if `mbind` can place memory.
+    """
+    near = store_nodes(gpus, root)
+    if not near or mbind_refusal() is None:
+        return frozenset()
+    allowed = os.sched_getaffinity(0)
+    cpus = allowed & cpus_of_nodes(near, root)
+    return frozenset() if cpus == allowed else frozenset(cpus)
+
+
+def cpus_of_nodes(nodes: Collection[int], root: Path = Path("/")) -> set[int]:
+    """Returns the CPUs of NUMA nodes."""
+    return {cpu for node in numa_nodes(root) if node.number in nodes for cpu in _numbers(node.cpus)}
+
+
+def bind_threads(cpus: Collection[int]) -> None:
+    """Makes all threads of this process, and those that they start, run on these CPUs only."""
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+            os.sched_setaffinity(int(task.name), cpus)
+
+
 def gpu_link_bytes_per_second(gpu: int, root: Path = Path("/")) -> float | None:
     """Returns the speed of a GPU's PCIe link in one direction, or None if the system does not know it."""
     address = pci_address(gpu)
@@ -100,9 +174,14 @@ def _allowed_nodes(root: Path) -> set[int] | None:
     for line in _read(root / "proc/self/status").splitlines():
         name, _, ranges = line.partition(":")
         if name == "Mems_allowed_list":
-            bounds = (part.strip().partition("-") for part in ranges.split(","))
-            return {number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)}
+            return _numbers(ranges)
     return None
+
+
+def _numbers(ranges: str) -> set[int]:
+    """Returns the numbers in a list of the kernel, like "0-3,8"."""
+    bounds = (part.strip().partition("-") for part in ranges.split(",") if part.strip())
+    return {number for first, _, last in bounds for number in range(int(first), int(last or first) + 1)}
 
 
 def _selected(text: str) -> str | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from hotset.base.config import EngineConfig
+from hotset.base.endings import wait_for_ending
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.numa import gpu_link_bytes_per_second
 from hotset.base.status_line import ShowProgress, TaskTimer, ignore_progress, show_counts
@@ -64,6 +65,7 @@ def build_engine(
     devices = place_workers(config)
     device = torch.device(devices[0].name)
     chosen = with_default_drafts(config, on_gpu=devices[0].is_gpu)
+    wait_for_ending(show)
     workers = _model_workers(chosen, devices, show, wake, advance)
     try:
         started, costs = _start_and_measure(workers, chosen, device, show)

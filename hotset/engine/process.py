@@ -28,11 +28,13 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from hotset.base.config import EngineConfig
+from hotset.base.endings import SayWaiting, exit_code, wait_until_ended
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.host_memory import return_free_memory
 from hotset.base.listeners import check_listeners
 from hotset.base.logs import log_to_stderr
 from hotset.base.parent_death import resume_if_parent_dies
+from hotset.base.processes import ProcessIdentity, descendants, name_as_ending
 from hotset.base.status_line import ShowProgress, TaskProgress, ignore_progress
 from hotset.engine.input_processor import Choice, ModelCard
 from hotset.engine.outputs import EngineStats
@@ -152,6 +154,7 @@ class EngineProcess:
         self._process.start()
         child_end.close()
         self.stop_seconds = STOP_SECONDS  # time that the child can take to stop, in addition to its drain
+        self._descendants: list[ProcessIdentity] = []  # the child's workers, and whatever else it has started
 
     @property
     def alive(self) -> bool:
@@ -162,9 +165,13 @@ class EngineProcess:
         return self._process.pid
 
     def describe_end(self) -> str:
-        """Describes how the child has died. Waits up to EXIT_SECONDS for its exit code."""
-        self._process.join(EXIT_SECONDS)
-        return f"the engine process has died (exit code {self._process.exitcode})"
+        """Describes how the child has died. Waits up to EXIT_SECONDS for its exit code, which is not known before the
+        system has freed its memory."""
+        return f"the engine process has died ({self._exit_code()})"
+
+    def _exit_code(self) -> str:
+        code = exit_code(self._process, EXIT_SECONDS)
+        return "its memory is being freed" if code is None else f"exit code {code}"
 
     def wait_ready(self, show: ShowProgress = ignore_progress) -> ModelCard:
         """Waits until the engine is ready, and shows its progress with `show`.
@@ -173,13 +180,13 @@ class EngineProcess:
         """
         try:
             while isinstance(report := self.pipe.recv(), EngineStarting):
+                self._find_descendants()
                 show(report.progress)
         except EOFError:
-            self._process.join()
-            code = self._process.exitcode
-            raise StartupError(f"the engine process died while starting (exit code {code})") from None
+            raise StartupError(f"the engine process died while starting ({self._exit_code()})") from None
+        self._find_descendants()
         if isinstance(report, EngineFailed):
-            self._process.join(STOP_SECONDS)
+            exit_code(self._process, STOP_SECONDS)
             if report.trace is not None:
                 print(report.trace, file=sys.stderr)
             raise report.error
@@ -188,13 +195,25 @@ class EngineProcess:
         return report.card
 
     def end(self, seconds: float | None = None) -> None:
-        """Waits up to `seconds` for the child to exit, and kills it if it still runs. Idempotent.
+        """Waits up to `seconds` for the child to exit, and kills it if it still runs. Then waits until it and all that
+        it has started have ended and the system has freed their memory, which a next engine needs. Idempotent.
 
         The default of `seconds` is `stop_seconds`. For an orderly exit, the caller sends `StopEngine` first.
         """
-        self._process.join(self.stop_seconds if seconds is None else seconds)
+        exit_code(self._process, self.stop_seconds if seconds is None else seconds)
         self.kill()
-        self._process.join()
+        if exit_code(self._process, self.stop_seconds) is None:
+            LOGGER.error("the engine process %s has not ended and may hold memory", self.pid)
+        for pid in wait_until_ended(self._descendants, self.stop_seconds, SayWaiting("the engine's workers")):
+            LOGGER.error("process %s of the engine has not ended and may hold memory; it is killed", pid)
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+        self._descendants = []
+
+    def _find_descendants(self) -> None:
+        """Remembers what the child has started. After its death, these processes would have another parent."""
+        if self.pid is not None:
+            self._descendants = descendants(self.pid) or self._descendants
 
     def kill(self) -> None:
         """Kills the child, even if it is stopped. Its workers exit when the pipe to it closes."""
@@ -308,6 +327,7 @@ def _read_commands(
         try:
             inbox.put(pipe.recv())
         except (EOFError, OSError):
+            name_as_ending()
             # The second command cuts the drain of handoffs short: clients of this worker's peers wait for it.
             inbox.put(StopEngine())
             inbox.put(StopEngine())

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from multiprocessing.context import BaseContext
 from typing import Any
 
+from hotset.base.endings import UNPINNED_BYTES_PER_SECOND
+
 BEAT_SECONDS = 0.5
 POLL_SECONDS = 0.25  # interval between two looks at the counters
 MAX_POLL_SECONDS = 1.0  # a watcher that was itself paused for longer counts only this much of the pause
@@ -27,7 +29,6 @@ STOP_SECONDS = 10.0  # time for a child process to finish its step and exit befo
 LOST_PARENT_SECONDS = 5.0  # time for an engine process to finish its step after its parent has died
 DRAIN_SECONDS = 5.0  # minimum time for open handoffs to finish
 ENDPOINT_SECONDS = 20.0  # time for the handoff endpoint to close after its drain
-UNPINNED_BYTES_PER_SECOND = 1e9  # rate at which even a slow machine releases pinned memory
 BEATS, ADVANCES, WAITING, STEPS, STEP_NS, OPEN_REQUESTS, EXPECTED_NS = range(7)
 
 

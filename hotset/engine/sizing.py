@@ -224,11 +224,12 @@ class _Node:
                 "--tiers off"
             )
         if pages * page_bytes > free:
+            note = "" if workers[0].node else host_memory().limit_note
             is_set = config.host_kv_tokens is not None or config.host_kv_gib is not None
             needs = f"{flag} needs" if is_set else "the host store must hold what the device can hold, which takes"
             raise ConfigError(
                 f"{needs} {show_bytes(pages * page_bytes)} of host memory, but only {show_bytes(max(0, free))} are "
-                f"free; lower {flag if is_set else '--device-kv-gib'}, or use --tiers off"
+                f"free{note}; lower {flag if is_set else '--device-kv-gib'}, or use --tiers off"
             )
         return pages, flag
 

@@ -8,7 +8,9 @@ import torch
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
+from hotset.base.host_checks import Finding, HostNeeds, check_host
 from hotset.base.memory_shares import DeviceMemory, usable_gpu_bytes
+from hotset.base.rdma import rdma_devices
 from hotset.base.units import show_bytes
 from hotset.engine.model_checks import context_length, sizes_that_fit, weights_do_not_fit
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
@@ -74,7 +76,53 @@ def check_start(
     except KvDoesNotFit as error:
         raise KvDoesNotFit(f"{error}{_other_ways(config, files.spec, plans, device)}") from None
     _log(config, plans, memories, budget, device)
+    report_findings(check_host(_host_needs(config, plans, memories, budget, device)))
     return budget
+
+
+def report_findings(findings: Sequence[Finding]) -> None:
+    """Logs what is slow as warnings, and hints to what could be better. Raises ConfigError if something is broken."""
+    for finding in findings:
+        if finding.level == "broken":
+            raise ConfigError(f"{finding.what}; {finding.mend}")
+        if finding.mend:
+            level = logging.WARNING if finding.level == "slow" else logging.INFO
+            LOGGER.log(level, "%s; to mend it: %s", finding.what, finding.mend)
+
+
+def _host_needs(
+    config: EngineConfig,
+    plans: Sequence[WorkerPlan],
+    memories: Sequence[WorkerMemory],
+    budget: KvBudget,
+    device: torch.device,
+) -> HostNeeds:
+    """Returns what the workers on this machine need. Those of other nodes of a Ray cluster are not counted."""
+    here = [number for number, plan in enumerate(plans) if not plan.node]
+    own_bytes = {number: _store_bytes(config, budget, memories[number]) for number in here}
+    on_gpu = device.type == "cuda"
+    return HostNeeds(
+        store_bytes=sum(nbytes for number, nbytes in own_bytes.items() if memories[number].owns_store),
+        pinned_bytes=max(own_bytes.values(), default=0) if on_gpu else 0,
+        workers=len(here),
+        gpus=tuple(sorted({plans[number].gpu for number in here})) if on_gpu else (),
+        registers_rdma=_registers_rdma(config),
+    )
+
+
+def _store_bytes(config: EngineConfig, budget: KvBudget, memory: WorkerMemory) -> int:
+    """Returns the size of the host store that a worker uses."""
+    return budget.host_pages * config.page_rows * memory.shape.token_bytes
+
+
+def _registers_rdma(config: EngineConfig) -> bool:
+    """Returns whether the transfer engine of this configuration registers memory with RDMA devices."""
+    if config.role == "both":
+        return False
+    if config.transfer == "mooncake":
+        return config.transfer_protocol == "rdma"
+    names = {name.partition(":")[0] for name in config.listening_interface.split(",")}
+    return not names.isdisjoint(rdma_devices())
 
 
 def planned_memories(
@@ -184,9 +232,7 @@ def _log(
         show_bytes(plan.memory.total // plan.ranks_on_gpu),
     )
     pool_bytes = memory.shape.layers * budget.geometry.layer_page_bytes * budget.device_pages
-    host_bytes = (
-        budget.host_pages * config.page_rows * sum(each.shape.token_bytes for each in memories if each.owns_store)
-    )
+    host_bytes = sum(_store_bytes(config, budget, each) for each in memories if each.owns_store)
     context, replicas = budget.max_model_len, config.data_parallel_size
     at_once = f"{replicas * min(config.max_num_seqs, budget.resident_requests(context))} resident"
     if budget.tiers:

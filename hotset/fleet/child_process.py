@@ -1,15 +1,20 @@
 """Child processes that each run one `hotset` command and receive SIGTERM when this process dies."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from hotset.base.endings import SayWaiting, ending_seconds
 from hotset.base.parent_death import PARENT_VARIABLE, resume_if_parent_dies
+from hotset.base.processes import session_members
 
-KILL_SECONDS = 5.0  # time between the second SIGTERM and SIGKILL
+KILL_SECONDS = 5.0  # time between the second SIGTERM and SIGKILL, and after SIGKILL
+POLL_SECONDS = 0.1  # interval between two looks at what is left of a command
 MAX_LINE_BYTES = 1 << 16
 
 
@@ -67,8 +72,30 @@ class ChildProcess:
         cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         return f"{self.name} ended ({cause})" + (f": {error.removeprefix('error: ')}" if error else "")
 
+    async def gone(self) -> None:
+        """Waits until the process has ended, and with it all that it has started, and the system has freed their
+        memory. If the process was killed, its engine and its workers still end by themselves.
+
+        Kills what has not ended after `ending_seconds`, and gives up KILL_SECONDS later.
+        """
+        await self._process.wait()
+        say = SayWaiting(self.name)
+        for seconds in (ending_seconds(), KILL_SECONDS):
+            deadline = time.monotonic() + seconds
+            while left := [member.pid for member in await asyncio.to_thread(session_members, self.pid)]:
+                if time.monotonic() >= deadline:
+                    break
+                say(left)
+                await asyncio.sleep(POLL_SECONDS)
+            else:
+                return
+            self._print_line(f"[{self.name}] error: processes {left} have not ended, may hold memory, and are killed")
+            for pid in left:
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    os.kill(pid, signal.SIGKILL)
+
     async def stop(self, drain_seconds: float, stop_now: asyncio.Event) -> None:
-        """Sends SIGTERM, which makes the command drain its requests, and waits until the process has ended.
+        """Sends SIGTERM, which makes the command drain its requests, and waits until the process has ended (`gone`).
 
         Sends a second SIGTERM, which ends the drain, after `drain_seconds` or as soon as `stop_now` is set. Sends
         SIGKILL if the process still runs KILL_SECONDS later.
@@ -86,6 +113,7 @@ class ChildProcess:
             await ending
         finally:
             hurried.cancel()
+        await self.gone()
         await asyncio.shield(self._readers)
 
     def kill(self) -> None:

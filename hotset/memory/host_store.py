@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from hotset.base.errors import StartupError
+from hotset.base.numa import first_touch_cpus, store_nodes
 from hotset.base.units import GIB, show_bytes
 from hotset.memory.device_pool import KvShape
-from hotset.memory.mapping import POPULATE_THREADS, populate, private_memory, store_nodes
+from hotset.memory.mapping import POPULATE_THREADS, populate, private_memory
 
 LOGGER = logging.getLogger("hotset.memory")
 
@@ -52,8 +53,10 @@ class HostStore:
         count = pages * page_rows
         if memory is None:
             nbytes = host_bytes(shape, pages, page_rows)
-            on_gpu = device.type == "cuda"
-            memory = private_memory(nbytes, _nodes_of(device)) if on_gpu else torch.empty(nbytes, dtype=torch.uint8)
+            if device.type == "cuda":
+                memory = private_memory(nbytes, store_nodes([_gpu(device)]))
+            else:
+                memory = torch.empty(nbytes, dtype=torch.uint8)
         row_bytes = shape.layers * count * shape.row.stride_bytes
         self.rows = memory[:row_bytes].view(shape.row.stored_dtype).view(shape.layers, count, shape.row.stored_width)
         self.keys: Tensor | None = None
@@ -62,14 +65,14 @@ class HostStore:
             self.keys = stored.view(shape.groups, count, shape.key.stored_width)
         self._pinned: list[int] = []
         if device.type == "cuda":
-            self._pin(progress)
+            self._pin(_gpu(device), progress)
 
     @property
     def pinned_bytes(self) -> int:
         tensors = (self.rows, self.keys) if self._pinned else ()
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
-    def _pin(self, progress: Callable[[int, int], None] | None) -> None:
+    def _pin(self, gpu: int, progress: Callable[[int, int], None] | None) -> None:
         """Pins each layer separately, so that progress can be reported. A copy must therefore not span two layers.
 
         Threads allocate the memory of the next layers meanwhile, because this takes most of the time. Pinning itself
@@ -79,7 +82,10 @@ class HostStore:
         own = len(layers) * self.writer // self.writers  # workers that share the store begin with different layers
         layers = layers[own:] + layers[:own]
         total, done, began = sum(layer.nbytes for layer in layers), 0, time.monotonic()
-        threads = ThreadPoolExecutor(min(POPULATE_THREADS, len(os.sched_getaffinity(0))), "hotset-populate")
+        cpus = first_touch_cpus([gpu]) or os.sched_getaffinity(0)
+        threads = ThreadPoolExecutor(
+            min(POPULATE_THREADS, len(cpus)), "hotset-populate", initializer=os.sched_setaffinity, initargs=(0, cpus)
+        )
         try:
             allocated = [populate(layer, threads) for layer in layers]
             for layer, parts in zip(layers, allocated, strict=True):
@@ -103,8 +109,7 @@ class HostStore:
         failure = int(torch.cuda.cudart().cudaHostRegister(layer.data_ptr(), layer.nbytes, 0))
         if failure:
             raise StartupError(
-                f"{show_bytes(total)} of host memory cannot be pinned (CUDA error {failure}); "
-                "lower --host-kv-gib or raise the limit on locked memory"
+                f"{show_bytes(total)} of host memory cannot be pinned (CUDA error {failure}); lower --host-kv-gib"
             )
         self._pinned.append(layer.data_ptr())
 
@@ -114,6 +119,5 @@ class HostStore:
             torch.cuda.cudart().cudaHostUnregister(self._pinned.pop())
 
 
-def _nodes_of(device: torch.device) -> tuple[int, ...]:
-    """Returns the NUMA nodes for memory that one GPU uses."""
-    return store_nodes([torch.cuda.current_device() if device.index is None else device.index])
+def _gpu(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

@@ -10,36 +10,25 @@ import errno
 import logging
 import mmap
 import os
-import platform
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hotset.base.errors import StartupError
-from hotset.base.numa import gpu_node, huge_pages, numa_nodes
+from hotset.base.numa import huge_pages, mbind
 from hotset.base.units import MIB, ceil_div, show_bytes
 
 LOGGER = logging.getLogger("hotset.memory")
 
-# The C library has no wrapper for this call; libnuma, which has one, is missing on many machines.
-MBIND_NUMBERS = {"x86_64": 237, "aarch64": 235}
-MPOL_PREFERRED, MPOL_INTERLEAVE = 1, 3
-MAX_NODES = 1024
 MADV_POPULATE_WRITE = 23  # since Linux 5.14
 POPULATED_BYTES = 256 * MIB  # memory that a thread allocates at a time
 POPULATE_THREADS = 8  # on an H200's machine, 16 are not faster
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.syscall.argtypes = (
-    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long),
-    *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint),
-)
-_libc.syscall.restype = ctypes.c_long
 
 
 def private_memory(nbytes: int, nodes: Sequence[int] = ()) -> Tensor:
@@ -109,37 +98,14 @@ def _reserved_huge_pages(nbytes: int) -> int | None:
 
 
 def set_nodes(memory: Tensor, nodes: Sequence[int]) -> bool:
-    """Places the pages of `memory` that have not been touched yet on NUMA nodes. Several nodes take pages in turn. If
-    `nodes` has one node and it is full, other nodes are used. Logs a line and returns False if the system refuses."""
-    mode = MPOL_PREFERRED if len(nodes) == 1 else MPOL_INTERLEAVE
-    bits = (ctypes.c_ulong * (MAX_NODES // 64))()
-    for node in nodes:
-        bits[node // 64] |= 1 << node % 64
-    number = MBIND_NUMBERS.get(platform.machine())
-    failure = errno.ENOSYS
-    if number is not None:
-        first, nbytes = _whole_pages(memory)
-        if _libc.syscall(number, first, nbytes, mode, ctypes.addressof(bits), MAX_NODES, 0) == 0:
-            how = "is on NUMA node" if len(nodes) == 1 else "is interleaved over NUMA nodes"
-            LOGGER.info("%s of host memory %s %s", show_bytes(memory.nbytes), how, ", ".join(map(str, nodes)))
-            return True
-        failure = ctypes.get_errno()
-    LOGGER.info("host memory is not placed on NUMA nodes %s: %s", list(nodes), os.strerror(failure))
-    return False
-
-
-def store_nodes(gpus: Sequence[int], root: Path = Path("/")) -> tuple[int, ...]:
-    """Returns the NUMA nodes for a host store that these GPUs use, which are the nodes of the GPUs. Empty if this
-    process may not use one of them, or if the machine has only one node or does not report the node of a GPU. Its
-    folders `proc` and `sys` are in `root`."""
-    if not gpus or len(nodes := numa_nodes(root)) < 2:
-        return ()
-    found = {gpu: gpu_node(gpu, root) for gpu in gpus}
-    allowed = {node.number for node in nodes if node.allowed}
-    if outside := [gpu for gpu, node in found.items() if node not in allowed]:
-        LOGGER.info("host memory is not placed on NUMA nodes: the node of GPU %d is unknown or not allowed", outside[0])
-        return ()
-    return tuple(sorted({node for node in found.values() if node is not None}))
+    """Places the pages of `memory` that have not been touched yet on NUMA nodes (`mbind`). Logs a line, and returns
+    False if the system refuses."""
+    if failure := mbind(*_whole_pages(memory), nodes):
+        LOGGER.info("host memory is not placed on NUMA nodes %s: %s", list(nodes), os.strerror(failure))
+        return False
+    how = "is on NUMA node" if len(nodes) == 1 else "is interleaved over NUMA nodes"
+    LOGGER.info("%s of host memory %s %s", show_bytes(memory.nbytes), how, ", ".join(map(str, nodes)))
+    return True
 
 
 def populate(memory: Tensor, threads: Executor) -> list[Future[None]]:

@@ -1,12 +1,25 @@
 """NUMA nodes, the nodes of GPUs and huge pages, read from fake trees of /proc and /sys."""
 
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from fake_files import write_files
 
 from hotset.base import numa
-from hotset.base.numa import HugePages, NumaNode, gpu_link_bytes_per_second, gpu_node, huge_pages, numa_nodes
+from hotset.base.numa import (
+    HugePages,
+    NumaNode,
+    first_touch_cpus,
+    gpu_link_bytes_per_second,
+    gpu_node,
+    huge_pages,
+    numa_nodes,
+)
 from hotset.base.units import GIB, MIB
 
 TWO_SOCKETS = {
@@ -92,3 +105,59 @@ def test_the_speed_of_a_gpus_link_follows_from_its_generation_and_width(
     found = gpu_link_bytes_per_second(0, root)
     assert found == (None if gigabytes is None else pytest.approx(gigabytes * 1e9, rel=0.001))
     assert gpu_link_bytes_per_second(1, root) is None
+
+
+@pytest.mark.parametrize(
+    ("gpus", "allowed", "cpus"),
+    [
+        ([0], range(64), {*range(16), *range(32, 48)}),
+        ([1], range(64), {*range(16, 32), *range(48, 64)}),
+        ([1], (3, 17, 20), {17, 20}),  # what the user has allowed is never extended
+        ([0, 1], range(64), set()),  # all CPUs are near
+        ([0], range(8), set()),  # it runs nowhere else
+        ([0], (16, 17), set()),  # no CPU near the GPU is allowed
+        ([2], range(64), set()),  # its node is unknown
+    ],
+)
+def test_threads_near_the_gpus_touch_memory_first_where_mbind_is_refused(
+    tmp_path: Path, gpus: list[int], allowed: Iterable[int], cpus: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses = {f"sys/bus/pci/devices/0000:0{gpu}:00.0/numa_node": str(gpu) for gpu in (0, 1)}
+    root = write_files(tmp_path, TWO_SOCKETS | addresses)
+    monkeypatch.setattr(numa, "pci_address", lambda gpu: f"0000:0{gpu}:00.0")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed))
+    monkeypatch.setattr(numa, "mbind", lambda *_: errno.EPERM)
+    assert first_touch_cpus(gpus, root) == cpus
+    monkeypatch.setattr(numa, "mbind", lambda *_: 0)
+    assert first_touch_cpus(gpus, root) == set(), "the kernel places memory"
+
+
+def test_this_machine_has_nothing_to_choose_or_real_cpus() -> None:
+    assert first_touch_cpus([0]) <= os.sched_getaffinity(0)
+
+
+BIND = """
+import os, threading
+from pathlib import Path
+from hotset.base.numa import bind_threads
+ready, go, found = threading.Event(), threading.Event(), []
+def run():
+    ready.set()
+    go.wait()
+    found.append(os.sched_getaffinity(0))
+earlier = threading.Thread(target=run)
+earlier.start()
+ready.wait()
+cpu = min(os.sched_getaffinity(0))
+bind_threads({cpu})
+go.set()
+earlier.join()
+later = threading.Thread(target=run)
+later.start()
+later.join()
+assert found == [{cpu}] * 2 and os.sched_getaffinity(0) == {cpu}, found
+"""
+
+
+def test_all_threads_of_a_process_are_bound_and_those_that_they_start() -> None:
+    subprocess.run([sys.executable, "-c", BIND], check=True, timeout=60)

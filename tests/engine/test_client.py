@@ -307,6 +307,7 @@ def test_draining_finishes_running_requests_and_accepts_no_new_ones(tmp_path: Pa
 def test_the_progress_of_the_start_reaches_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_module, "SHOW_SECONDS", 0.0)
     process = EngineProcess.__new__(EngineProcess)
+    process._process, process._descendants = multiprocessing.current_process(), []  # a thread stands for the child
     process.pipe, child_end = multiprocessing.Pipe()
     config = EngineConfig(DEMO, device="cpu", device_kv_tokens=256)
     building = threading.Thread(target=process_module._build, args=(config, child_end, lambda: None, lambda: None))
@@ -352,10 +353,13 @@ def test_after_the_death_of_the_parent_the_drain_of_handoffs_is_cut_short(monkey
     monkeypatch.setattr(process_module.os, "_exit", leave)
     monkeypatch.setattr(process_module.multiprocessing, "active_children", list)
     monkeypatch.setattr(process_module, "LOST_PARENT_SECONDS", 0.0)
+    named: list[bool] = []
+    monkeypatch.setattr(process_module, "name_as_ending", lambda: named.append(True))
     parent_end, child_end = process_module.multiprocessing.Pipe()
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     parent_end.close()
     with child_end, pytest.raises(SystemExit):
         process_module._read_commands(child_end, inbox, 0.0, threading.Event())
+    assert named, "an engine that starts now waits for the memory of this one"
     assert isinstance(inbox.get(), StopEngine), "the first command ends the steps"
     assert process_module._stop_requested(inbox), "the second command ends the drain"

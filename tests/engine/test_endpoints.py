@@ -1,5 +1,6 @@
 """The engine's side of handoffs: reused keys, refused prompts, failed registrations, and the order of closing."""
 
+import multiprocessing
 import queue
 import threading
 from collections.abc import Iterator
@@ -220,6 +221,7 @@ def test_a_child_is_killed_only_after_the_time_it_may_need_to_close(monkeypatch:
         monkeypatch.setattr(HostStore, "pinned_bytes", property(lambda store: store.rows.nbytes))
         assert without_memory < small.closing_seconds < large.closing_seconds
         process = EngineProcess.__new__(EngineProcess)
+        process._process, process._descendants = multiprocessing.current_process(), []  # this process is the child
         process.pipe = type("Pipe", (), {"recv": lambda _: EngineReady(large.card, large.closing_seconds)})()
         assert process.wait_ready() is large.card
         assert process.stop_seconds > large.closing_seconds

@@ -1,6 +1,8 @@
 """Tests where the host stores of several workers are, and how workers pin them and report it, without a GPU."""
 
-import logging
+import os
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +15,16 @@ from memory.fake_cudart import FakeCudart
 from models.split_workers import SPECS
 
 from hotset.base.config import EngineConfig
-from hotset.base.numa import SHARED_HUGE_PAGES_FILE, HugePages
 from hotset.engine import build_runner
 from hotset.engine.model_checks import model_splits
 from hotset.engine.sizing import KvBudget, shared_budget
 from hotset.engine.workers import processes
 from hotset.engine.workers.processes import MultiprocessExecutor
+from hotset.kernels.rows import RowLayout
+from hotset.memory import host_store
+from hotset.memory.device_pool import KvShape
 from hotset.memory.host_store import HostStore
+from hotset.memory.mapping import populate
 from hotset.models.checkpoint.files import find_model
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo-dsa"
@@ -36,7 +41,7 @@ def test_progress_counts_all_pinned_bytes(
     reported: list[tuple[int, int]] = []
 
     def pinned_store(shape: Any, pages: int, page_rows: int, _device: Any, *args: Any, **options: Any) -> HostStore:
-        store = HostStore(shape, pages, page_rows, torch.device("cuda"), *args, **options)
+        store = HostStore(shape, pages, page_rows, torch.device("cuda", 0), *args, **options)
         stores.append(store)
         return store
 
@@ -67,7 +72,6 @@ def test_a_store_is_placed_for_the_gpus_of_the_ranks_that_use_it(
     model: str,
     split: dict[str, int],
     gpus_of_stores: list[list[int]],
-    caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     placed: list[list[int]] = []
@@ -82,11 +86,8 @@ def test_a_store_is_placed_for_the_gpus_of_the_ranks_that_use_it(
     init_cache = MultiprocessExecutor.init_cache
     monkeypatch.setattr(MultiprocessExecutor, "init_cache", init_cache_on_gpus)
     monkeypatch.setattr(processes, "store_nodes", lambda gpus: placed.append(gpus) or ())
-    monkeypatch.setattr(processes, "huge_pages", lambda: HugePages("madvise", "never", 0, 0))
-    with caplog.at_level(logging.INFO, "hotset.engine"), closing(split_engine(SPECS[model], 3, **split, **SIZES)):
+    with closing(split_engine(SPECS[model], 3, **split, **SIZES)):
         assert placed == gpus_of_stores
-    hints = [record.message for record in caplog.records if SHARED_HUGE_PAGES_FILE in record.message]
-    assert len(hints) == 1, "the log says once how to allow huge pages"
 
 
 def test_host_memory_counts_as_pinned_until_all_workers_have_released_it() -> None:
@@ -103,3 +104,53 @@ def test_host_memory_counts_as_pinned_until_all_workers_have_released_it() -> No
         assert workers.pinned_bytes == pinned > 0
         workers.plan()
         assert workers.pinned_bytes == 0
+
+
+BOUND = """
+import os, sys, threading
+from hotset.engine.workers import worker
+from hotset.engine.workers.messages import WorkerRank
+from hotset.models.split import WHOLE_MODEL
+ready, go, found = threading.Event(), threading.Event(), []
+def run():
+    ready.set()
+    go.wait()
+    found.append(os.sched_getaffinity(0))
+reader = threading.Thread(target=run)  # as the thread that reads commands
+reader.start()
+ready.wait()
+cpu = max(os.sched_getaffinity(0))
+worker.first_touch_cpus = lambda gpus: frozenset({cpu}) if gpus == [3] else frozenset()
+before = os.sched_getaffinity(0)
+rank = WorkerRank(1, 2, 0, 1, WHOLE_MODEL, "", "cuda:3")
+worker._run_near_gpu(rank, 2)
+assert os.sched_getaffinity(0) == before, "there was nothing to choose"
+worker._run_near_gpu(rank, 3)
+go.set()
+reader.join()
+assert found == [{cpu}] == [os.sched_getaffinity(0)]
+"""
+
+
+def test_a_worker_and_its_threads_run_near_its_gpu_where_memory_cannot_be_placed() -> None:
+    subprocess.run([sys.executable, "-c", BOUND], check=True, timeout=120)
+
+
+def test_only_the_threads_that_touch_memory_first_run_near_the_gpu_of_an_engine_in_the_programs_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before, touched = os.sched_getaffinity(0), list[set[int]]()
+
+    def touch(memory: torch.Tensor, threads: Any) -> list[Any]:
+        return [threads.submit(lambda: touched.append(os.sched_getaffinity(0))), *populate(memory, threads)]
+
+    cudart = FakeCudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(host_store, "populate", touch)
+    monkeypatch.setattr(host_store, "first_touch_cpus", lambda gpus: {min(before)} if gpus == [5] else set())
+    shape = KvShape(2, RowLayout(64, torch.bfloat16), (0,), None, 8)
+    for gpu, cpus in ((5, {min(before)}), (4, before)):
+        touched.clear()
+        HostStore(shape, 4, 16, torch.device("cuda", gpu)).close()
+        assert touched == [cpus] * 2, "of both layers"
+        assert os.sched_getaffinity(0) == before, "the program's own threads run where they did"

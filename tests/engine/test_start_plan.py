@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,17 +17,18 @@ from models.test_weight_plan import measured_bytes
 
 from hotset.base.config import EngineConfig
 from hotset.base.errors import ConfigError, KvDoesNotFit
+from hotset.base.host_checks import Finding, HostNeeds
 from hotset.base.memory_shares import DeviceMemory
 from hotset.base.units import GIB, MIB
-from hotset.engine import loading, model_checks, sizing
+from hotset.engine import loading, model_checks, sizing, start_plan
 from hotset.engine.build import build_engine
 from hotset.engine.loading import ModelLoader
 from hotset.engine.model_checks import check_model, model_splits
 from hotset.engine.sizing import KvBudget, WorkerMemory, shared_budget
-from hotset.engine.start_plan import WorkerPlan, check_start, estimated_steps, usable_bytes
+from hotset.engine.start_plan import WorkerPlan, check_start, estimated_steps, report_findings, usable_bytes
 from hotset.engine.step_memory import step_bytes
 from hotset.kernels.linear import packed
-from hotset.models.checkpoint.files import ModelFiles
+from hotset.models.checkpoint.files import ModelFiles, find_model
 from hotset.models.config_fields import read_json
 from hotset.models.decoder import worker_kv_shape
 from hotset.models.families import read_spec
@@ -38,6 +40,7 @@ from hotset.models.weight_plan import WeightPlan
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda")
 H200 = 140 * GIB
+SIZES: dict[str, Any] = {"page_rows": 16, "max_num_seqs": 4, "device_kv_tokens": 512, "host_kv_tokens": 1024}
 
 
 @pytest.fixture
@@ -300,3 +303,62 @@ def test_an_engine_that_is_refused_reads_nothing(monkeypatch: pytest.MonkeyPatch
     config = EngineConfig(model=DEMO, device="cpu", max_model_len=1000, device_kv_tokens=64, tiers="off")
     with pytest.raises(KvDoesNotFit, match=r"holds 64 tokens, .* lower --max-model-len to 64, or drop --tiers off"):
         build_engine(config)
+
+
+def test_what_is_slow_is_logged_and_what_cannot_work_is_refused_before_weights_are_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow, good = Finding("slow", "pages are small", "enlarge them"), Finding("good", "all is well")
+    hint = Finding("good", "it works", "do more")
+    with caplog.at_level(logging.INFO, "hotset.engine"):
+        report_findings([slow, good, hint])
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [
+        (logging.WARNING, "pages are small; to mend it: enlarge them"),
+        (logging.INFO, "it works; to mend it: do more"),
+    ]
+    with pytest.raises(ConfigError, match=r"^the limit is low; raise it$"):
+        report_findings([slow, Finding("broken", "the limit is low", "raise it")])
+
+
+@pytest.mark.parametrize("split", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
+def test_the_checks_of_a_start_are_given_what_the_workers_of_this_machine_need(
+    split: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a DSA model share a store, which each of them pins. Stages have stores of their own layers."""
+    asked: list[HostNeeds] = []
+    monkeypatch.setattr(start_plan, "check_host", lambda needs: asked.append(needs) or [])
+    config = EngineConfig(model=DEMO, **SIZES, **split)
+    loaders = [ModelLoader(config, CPU, each) for each in model_splits(config, find_model(DEMO).spec)]
+    shares = "tensor_parallel_size" in split
+    plans = [replace(loader.plan, gpu=4 + number) for number, loader in enumerate(loaders)]
+    budget = check_start(
+        config, loaders[0].files, plans, [number == 0 or not shares for number in range(len(plans))], CUDA
+    )
+    stores = [budget.host_pages * config.page_rows * plan.weights.kv_shape.token_bytes for plan in plans]
+    whole = stores[0] if shares else sum(stores)
+    gpus = tuple(range(4, 4 + len(plans)))
+    assert asked == [HostNeeds(whole, max(stores), len(plans), gpus)]
+    asked.clear()
+    check_start(config, loaders[0].files, [replace(plan, node="far") for plan in plans], [True] * len(plans), CUDA)
+    assert asked == [HostNeeds(0, workers=0)], "other nodes have memory of their own"
+
+
+@pytest.mark.parametrize(
+    ("role", "transfer", "protocol", "interface", "needed"),
+    [
+        ("both", "nixl", None, "mlx5_0:1", False),
+        ("decode", "nixl", None, "lo", False),
+        ("decode", "nixl", None, "eth0", False),
+        ("decode", "nixl", None, "mlx5_0:1,eth0", True),
+        ("prefill", "mooncake", "rdma", "eth0", True),
+        ("prefill", "mooncake", None, "eth0", False),
+    ],
+)
+def test_locked_memory_is_needed_if_handoffs_use_rdma_devices(
+    role: str, transfer: str, protocol: str | None, interface: str, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_plan, "rdma_devices", lambda: ["mlx5_0"])
+    config: Any = SimpleNamespace(
+        role=role, transfer=transfer, transfer_protocol=protocol, listening_interface=interface
+    )
+    assert start_plan._registers_rdma(config) == needed

@@ -4,13 +4,14 @@ The processes only wait until their abort flag is set, like kernels that wait fo
 """
 
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import cast
 
@@ -84,6 +85,16 @@ def exit_at_once(_pipe: Connection, _progress: Progress) -> None:
     os._exit(3)
 
 
+def free_memory_slowly(pipe: Connection, _progress: Progress) -> None:
+    """A worker that closes its pipes at SIGUSR1, and ends at SIGUSR2. In between, it stands for one that was killed and
+    whose memory the system frees."""
+    signal.signal(signal.SIGUSR1, lambda *_: os.closerange(3, 1024))
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(0))
+    pipe.send(TaskProgress(0, 0))
+    while True:
+        signal.pause()
+
+
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives workers ample time to end by themselves, so that tests do not depend on the machine's speed."""
@@ -101,6 +112,8 @@ def start_group(
         process = context.Process(target=behaviours[rank.number], args=(worker_end, progress))
         process.start()
         worker_end.close()
+        if behaviours[rank.number] is free_memory_slowly:
+            process.kill = lambda: None  # type: ignore[method-assign]  # it has been killed
         if behaviours[rank.number] is exit_at_once:
             process.join(DEADLINE_S)
         return pipe, cast(SpawnProcess, process)
@@ -248,3 +261,45 @@ def test_an_abort_reaches_workers_whose_main_thread_waits_in_a_step(monkeypatch:
             worker.process.join(DEADLINE_S)
             assert not worker.process.is_alive()
             assert worker.reported_failure() is None, "an aborted worker is not the cause"
+
+
+def begin_to_free_memory(group: WorkerGroup) -> SpawnProcess:
+    """Makes the first worker close its pipes, and returns its process, which runs on."""
+    os.kill(pid_of(group, 0), signal.SIGUSR1)
+    process = group.workers[0].process
+    assert wait([process.sentinel], DEADLINE_S)
+    return cast(SpawnProcess, process)
+
+
+def test_a_group_is_closed_when_the_memory_of_all_workers_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = threading.Event()
+    monkeypatch.setattr(group_module, "SayWaiting", lambda _: lambda _names: waiting.set())
+    group = start_group(free_memory_slowly, wait_in_step)
+    process, others = begin_to_free_memory(group), [worker.process for worker in group.workers[1:]]
+    closing_group = threading.Thread(target=group.close, args=(DEADLINE_S, DEADLINE_S))
+    closing_group.start()
+    assert waiting.wait(DEADLINE_S) and closing_group.is_alive() and process.exitcode is None
+    os.kill(process.pid or 0, signal.SIGUSR2)
+    closing_group.join(DEADLINE_S)
+    assert not closing_group.is_alive() and [each.exitcode for each in (process, *others)] == [0, 0]
+
+
+def test_the_error_does_not_wait_for_the_memory_of_a_dead_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "CAUSE_SECONDS", 0.1)
+    group = start_group(free_memory_slowly, wait_in_step)
+    process = begin_to_free_memory(group)
+    with pytest.raises(EngineStopped, match=r"^worker 0 \(.*\) died \(it was killed or stopped"):
+        while True:
+            group.receive({0, 1}, DEADLINE_S, "a step")
+    assert process.exitcode is None
+    os.kill(process.pid or 0, signal.SIGUSR2)
+    group.close(DEADLINE_S)
+
+
+def test_a_worker_that_holds_memory_after_the_deadline_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    group = start_group(free_memory_slowly, wait_in_step)
+    process = begin_to_free_memory(group)
+    group.close(DEADLINE_S, release_seconds=0.0)
+    assert re.search(r"worker 0 \(.*\) \(process \d+\) has not ended and may hold memory", caplog.text)
+    os.kill(process.pid or 0, signal.SIGUSR2)
+    process.join(DEADLINE_S)

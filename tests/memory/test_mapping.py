@@ -17,13 +17,13 @@ from torch import Tensor
 
 from hotset.base import numa
 from hotset.base.errors import StartupError
-from hotset.base.numa import HugePages, huge_pages
+from hotset.base.numa import HugePages, huge_pages, store_nodes
 from hotset.base.units import MIB
 from hotset.kernels.rows import RowLayout, index_key_row
-from hotset.memory import host_store, mapping
+from hotset.memory import mapping
 from hotset.memory.device_pool import KvShape
 from hotset.memory.host_store import HostStore
-from hotset.memory.mapping import map_descriptor, populate, private_memory, set_nodes, shared_descriptor, store_nodes
+from hotset.memory.mapping import map_descriptor, populate, private_memory, set_nodes, shared_descriptor
 
 NBYTES = 8 * MIB + 12345
 
@@ -116,7 +116,7 @@ def test_a_refused_node_is_logged_once(caplog: pytest.LogCaptureFixture, monkeyp
     memory = private_memory(NBYTES)
     with caplog.at_level(logging.INFO, "hotset.memory"):
         assert not set_nodes(memory, (900, 901))  # no machine has so many nodes
-        monkeypatch.setattr(mapping, "MBIND_NUMBERS", {})
+        monkeypatch.setattr(numa, "MBIND_NUMBERS", {})
         assert not set_nodes(memory, (0,))
     assert [record.message for record in caplog.records] == [
         "host memory is not placed on NUMA nodes [900, 901]: Invalid argument",
@@ -177,11 +177,10 @@ def test_a_store_is_on_the_nodes_of_the_gpus_that_use_it(
 
 def store_on(cudart: FakeCudart, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[HostStore, list[Any]]:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(host_store, "_nodes_of", lambda device: ())
     monkeypatch.setattr(mapping, "POPULATED_BYTES", MIB)
     shape = KvShape(4, RowLayout(512, torch.bfloat16), (0, 1), index_key_row(128, torch.bfloat16, fp8=True), 8)
     reported: list[Any] = []
-    return HostStore(shape, 40, 64, torch.device("cuda"), lambda *each: reported.append(each), **settings), reported
+    return HostStore(shape, 40, 64, torch.device("cuda", 0), lambda *each: reported.append(each), **settings), reported
 
 
 @pytest.mark.parametrize("writer", [0, 1, 2])

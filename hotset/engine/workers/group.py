@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import wait
 
 from hotset.base.config import EngineConfig
+from hotset.base.endings import POLL_SECONDS as GONE_POLL_SECONDS
+from hotset.base.endings import SayWaiting
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.engine.progress import POLL_SECONDS, Progress, StallTimer
 from hotset.engine.workers import messages as msg
@@ -17,7 +19,7 @@ from hotset.engine.workers.handle import WorkerHandle, WorkerPipe, WorkerProcess
 LOGGER = logging.getLogger("hotset.engine")
 CAUSE_SECONDS = 1.0  # time to wait for the exit code of a dead worker, or for a dead worker that made another one fail
 ABORT_SECONDS = 3.0  # time for workers to end by themselves after `AbortSteps`; then they are killed
-KILL_SECONDS = 10.0  # time for the system to end a killed process
+KILL_SECONDS = 10.0  # time for the system to end a killed process that has pinned no memory
 StartProcess = Callable[[msg.WorkerRank, Progress], tuple[WorkerPipe, WorkerProcess]]
 
 
@@ -105,11 +107,11 @@ class WorkerGroup:
         for worker in self.workers:
             worker.abort()
 
-    def close(self, seconds: float) -> None:
+    def close(self, seconds: float, release_seconds: float = KILL_SECONDS) -> None:
         """Stops all workers. Kills those that have not ended after `seconds`. Idempotent.
 
         Workers that are still busy ABORT_SECONDS earlier are aborted first, because a killed worker cannot end its GPU
-        work in order.
+        work in order. Returns when the system has freed the memory of all of them, or after `release_seconds` more.
         """
         self.serving = False
         self._closing.set()
@@ -120,14 +122,20 @@ class WorkerGroup:
             worker.abort()
         for worker in _still_running(self.workers, min(seconds, ABORT_SECONDS)):
             worker.kill()
+        for worker in self._wait_until_gone(release_seconds):
+            LOGGER.error("%s (process %s) has not ended and may hold memory", worker.rank.name, worker.process.pid)
         for worker in self.workers:
-            worker.process.join(KILL_SECONDS)
-            if worker.running:
-                LOGGER.error(
-                    "%s (process %s) does not end, although it was killed", worker.rank.name, worker.process.pid
-                )
             worker.pipe.close()
         self.workers = []
+
+    def _wait_until_gone(self, seconds: float) -> list[WorkerHandle]:
+        """Waits until the system has freed the memory of all workers, and returns those that still have some after
+        `seconds`. A replacement of this engine needs the memory."""
+        deadline, say = time.monotonic() + seconds, SayWaiting("workers")
+        while (left := [worker for worker in self.workers if not worker.gone]) and time.monotonic() < deadline:
+            say(worker.rank.name for worker in left)
+            time.sleep(GONE_POLL_SECONDS)
+        return left
 
     def _watch(self, workers: Sequence[WorkerHandle]) -> None:
         """Waits until a worker has died or hangs. Then ends all others too, because they wait for it in their steps."""
@@ -168,14 +176,14 @@ class WorkerGroup:
             )
         worker = self._lost[0] if self._lost else worker
         if worker.failure is None:
-            worker.process.join(CAUSE_SECONDS)
+            worker.wait_until_gone(CAUSE_SECONDS)
         if (failed := worker.reported_failure()) is None:
             return _death(worker)
         by_sentinel = {other.process.sentinel: other for other in self.workers if other is not worker}
         for sentinel in wait(list(by_sentinel), CAUSE_SECONDS):
             if isinstance(sentinel, int):
                 other = by_sentinel[sentinel]
-                other.process.join(CAUSE_SECONDS)  # its end is visible slightly before its exit code
+                other.wait_until_gone(CAUSE_SECONDS)  # its end is visible before its exit code
                 if other.process.exitcode != 0 and not other.killed and other.reported_failure() is None:
                     return _death(other)
         if failed.trace is not None:

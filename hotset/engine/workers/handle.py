@@ -5,10 +5,12 @@ import os
 import select
 import signal
 import threading
+import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Protocol
 
+from hotset.base.endings import POLL_SECONDS
 from hotset.engine.ports import Messages
 from hotset.engine.progress import Progress, StallTimer
 from hotset.engine.start_plan import WorkerPlan
@@ -96,6 +98,18 @@ class WorkerHandle:
     def running(self) -> bool:
         """True unless the process has ended. Any thread may ask: this does not reap the process."""
         return not wait([self.process.sentinel], 0.0)
+
+    @property
+    def gone(self) -> bool:
+        """True if the process has ended and the system has freed its memory, which can take minutes after its end is
+        visible (`running`). Of a worker on another node, only its end is known."""
+        return self.process.exitcode is not None or (self.rank.node != msg.THIS_MACHINE and not self.running)
+
+    def wait_until_gone(self, seconds: float) -> None:
+        """Waits at most `seconds`. `join` would wait without a limit after the end is visible."""
+        deadline = time.monotonic() + seconds
+        while not self.gone and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
 
     def resume(self) -> None:
         """Continues the process if it is stopped, so that it can end its GPU work and exit by itself. Does nothing for

@@ -12,22 +12,22 @@ import torch
 
 from hotset.base.address import Address
 from hotset.base.config import EngineConfig
+from hotset.base.endings import UNPINNED_BYTES_PER_SECOND
 from hotset.base.errors import EngineStopped
-from hotset.base.numa import SHARED_HUGE_PAGES_FILE, huge_pages
+from hotset.base.numa import store_nodes
 from hotset.engine.decode_graphs import choose_graph
 from hotset.engine.drafts.settings import DraftSettings
-from hotset.engine.progress import STOP_SECONDS, UNPINNED_BYTES_PER_SECOND, stall_limit
+from hotset.engine.progress import STOP_SECONDS, stall_limit
 from hotset.engine.runner import SampledToken
 from hotset.engine.sizing import KvBudget, WorkerMemory, store_writer
 from hotset.engine.start_plan import WorkerPlan
 from hotset.engine.workers import messages as msg
 from hotset.engine.workers.executor import HostShard, ServingWorker, Step, StepFuture
-from hotset.engine.workers.group import ABORT_SECONDS, WorkerGroup
+from hotset.engine.workers.group import ABORT_SECONDS, KILL_SECONDS, WorkerGroup
 from hotset.engine.workers.handle import WorkerHandle
 from hotset.engine.workers.launcher import Launcher
 from hotset.engine.workers.shared_memory import SharedMemory, SharedName
 from hotset.memory.host_store import HostStore, host_bytes
-from hotset.memory.mapping import store_nodes
 from hotset.models.split import Split
 from hotset.schedule.handoffs import DeviceEvent
 from hotset.schedule.plan import Plan, StepResult
@@ -136,11 +136,6 @@ class MultiprocessExecutor:
 
         `progress(done, total)` counts the bytes of host memory that the workers pin. It is not called on CPUs.
         """
-        if self._on_gpu and budget.host_pages and not huge_pages().shared:
-            LOGGER.info(
-                "the host memory that workers share starts faster with huge pages; to allow them: echo advise > %s",
-                SHARED_HUGE_PAGES_FILE,
-            )
         for worker in self.workers:
             self._init_worker_cache(worker, budget)
         page_rows = self._config.page_rows
@@ -266,7 +261,8 @@ class MultiprocessExecutor:
         if self._in_flight:
             self._group.abort()  # a step never ends if one of its workers has died
         stop_seconds = ABORT_SECONDS if self._in_flight else STOP_SECONDS
-        self._group.close(stop_seconds + self.pinned_bytes / UNPINNED_BYTES_PER_SECOND)
+        release_seconds = self.pinned_bytes / UNPINNED_BYTES_PER_SECOND
+        self._group.close(stop_seconds + release_seconds, KILL_SECONDS + release_seconds)
         self._launcher.close()
         for shared in self._shared:
             shared.close()

@@ -23,7 +23,9 @@ from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import EngineStopped, StartupError
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners
 from hotset.base.logs import log_to_stderr
+from hotset.base.numa import bind_threads, first_touch_cpus, store_nodes
 from hotset.base.parent_death import resume_if_parent_dies
+from hotset.base.processes import name_as_ending
 from hotset.engine.build_runner import SharedStore, build_runner
 from hotset.engine.decode_graphs import StepGraph
 from hotset.engine.loading import ModelLoader, use_device
@@ -35,7 +37,6 @@ from hotset.engine.workers import messages as msg
 from hotset.engine.workers.distributed import Stage, World, make_world
 from hotset.engine.workers.shared_memory import SharedMemory
 from hotset.engine.workers.symmetric import AbortFlag
-from hotset.memory.mapping import store_nodes
 from hotset.models.collectives import SINGLE_RANK
 from hotset.tiers.kv_memory import TrafficCopy
 
@@ -62,6 +63,7 @@ def main(pipe: Messages, progress: Progress) -> None:
 
 def _exit_soon() -> None:
     """Gives the main thread time to end its GPU work, then ends the process, even in the middle of a step."""
+    name_as_ending()
     time.sleep(EXIT_SECONDS)
     os._exit(ABORTED)
 
@@ -183,6 +185,8 @@ def _serve(
     init = inbox.get()
     assert isinstance(init, msg.InitWorker), f"the first command must be InitWorker, not {init}"
     rank, device = init.rank, torch.device(init.rank.device)
+    if device.type == "cuda":
+        _run_near_gpu(rank, device.index)
     use_device(device)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // rank.workers))
@@ -203,6 +207,13 @@ def _serve(
         cleanup.close()  # releases the KV memory
         loader.drop_mtp(dropping.config)
         init = replace(init, config=dropping.config)
+
+
+def _run_near_gpu(rank: msg.WorkerRank, gpu: int) -> None:
+    """Makes this process run on the CPUs near its GPU if memory gets to the NUMA node of the GPU only in this way."""
+    if cpus := first_touch_cpus([gpu]):
+        bind_threads(cpus)
+        LOGGER.info("%s runs on the %d CPUs near GPU %d, because mbind is refused here", rank.name, len(cpus), gpu)
 
 
 def _execute_commands(

@@ -7,7 +7,8 @@ A process passes through these phases, and is forgotten at the end:
         +---------+--> failed
 
 Routers send no further requests to a process that is leaving. The process is stopped when all routers have confirmed
-this. A failed process stays in the list until its replacement may start.
+this. A failed process stays in the list until its replacement may start. That must wait until the memory of the failed
+process is free, and so must the end of its supervisor, which has reserved its GPUs.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,6 +37,7 @@ class Member:
     node: str | None = None  # the id of its node; None until Ray has placed it
     url: str | None = None
     error: str = ""  # why it failed
+    holds_memory: bool = False  # it, or what it has started, still exists
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Report:
     url: str | None = None
     ready: bool = False
     ended: str | None = None  # why the process has ended; None if it runs
+    holds_memory: bool = False  # it, or what it has started, still exists
     load: Load = field(default_factory=Load)
     routed: tuple[str, ...] = ()  # of a router: the workers to which it may send requests
     up: tuple[str, ...] = ()  # of a router: the workers in `routed` that have answered it
@@ -100,7 +103,7 @@ class Report:
 
 def observe(member: Member, seen: Report, now: float) -> Member:
     """Returns the member after a report."""
-    member = replace(member, node=seen.node or member.node, url=seen.url or member.url)
+    member = replace(member, node=seen.node or member.node, url=seen.url or member.url, holds_memory=seen.holds_memory)
     if member.phase in ("gone", "failed"):
         return member
     if seen.ended is not None:
@@ -124,7 +127,9 @@ def reconcile(
     wanted: Wanted, members: Sequence[Member], routed: Collection[str], policy: Restart, now: float
 ) -> list[Action]:
     """Returns the next actions. `routed` are the URLs to which ready routers may still send requests."""
-    actions: list[Action] = [Forget(member.name) for member in members if member.phase == "gone"]
+    actions: list[Action] = [
+        Forget(member.name) for member in members if member.phase == "gone" and not member.holds_memory
+    ]
     for member in members:
         confirmed = member.url not in routed or now - member.since >= UNROUTE_SECONDS
         if member.phase == "leaving" and (confirmed or wanted.shutdown == "now"):
@@ -134,7 +139,7 @@ def reconcile(
         if wanted.shutdown == "no":
             actions += _reconcile_role(role, wanted, of_role, policy, now)
             continue
-        actions += [_end(member) for member in of_role if member.phase in ("starting", "ready", "failed")]
+        actions += [_end(member) for member in of_role if member.phase in ("starting", "ready") or _is_over(member)]
         if of_role and wanted.shutdown == "drain":
             break  # the engines serve until the last router has ended
     return actions
@@ -156,9 +161,10 @@ def _reconcile_role(role: Role, wanted: Wanted, members: Sequence[Member], polic
     excess = len(kept) + len(failed) - count
     removal_order = [*failed, *_newest_first(kept, "starting"), *_newest_first(kept, "ready")]
     removed = removal_order[: max(0, excess)]
-    actions += [_end(member) for member in removed]
+    actions += [_end(member) for member in removed if member in alive or _is_over(member)]
     for member in failed:
-        if member not in removed and now - member.since >= backoff_seconds(member.failures, policy):
+        waited = now - member.since >= backoff_seconds(member.failures, policy)
+        if member not in removed and waited and _is_over(member):
             actions += [Forget(member.name), Start(role, member.failures + 1)]
     actions += [Start(role)] * -min(0, excess)
     return actions
@@ -166,6 +172,11 @@ def _reconcile_role(role: Role, wanted: Wanted, members: Sequence[Member], polic
 
 def _newest_first(members: Sequence[Member], phase: Phase) -> list[Member]:
     return sorted((member for member in members if member.phase == phase), key=lambda member: -member.since)
+
+
+def _is_over(member: Member) -> bool:
+    """Returns whether a process has failed and nothing of it is left."""
+    return member.phase == "failed" and not member.holds_memory
 
 
 def _end(member: Member) -> Action:

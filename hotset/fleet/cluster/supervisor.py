@@ -22,7 +22,9 @@ import ray
 from ray.experimental import internal_kv
 
 from hotset.base.address import WILDCARD_HOSTS
+from hotset.base.endings import ending_seconds
 from hotset.base.errors import ConfigError, HeadLost, StartupError
+from hotset.base.processes import find_stopped
 from hotset.base.rdma import SYSFS, with_active_ports
 from hotset.base.settings import flag_words
 from hotset.engine.progress import StallTimer
@@ -32,13 +34,12 @@ from hotset.fleet.cluster.probe import probe_node
 from hotset.fleet.cluster.reconcile import Report
 from hotset.fleet.cluster.scaling import Load
 from hotset.fleet.cluster.spec import ClusterSpec, Restart, Role
-from hotset.fleet.processes import find_stopped
 
 POLL_SECONDS = 0.5  # interval between two looks at the process
 ANSWER_SECONDS = 2.0  # time for one answer of the process
 QUIET_SHARE = 0.75  # share of silent_seconds after which a silent controller is asked; it has the rest to answer
 HEAD_POLL_SECONDS = 2.0
-KILL_SECONDS = 30.0  # time for a process to free its memory and exit after its drain
+KILL_SECONDS = 30.0  # time for a process to exit after its drain, beside that to free its memory
 WORKERS_FILE = "workers.json"
 READY_LINE = re.compile(r" at (http://\S+)")
 
@@ -75,6 +76,7 @@ class Supervisor:
         self._url: str | None = None
         self._advertised_url: str | None = None
         self._ended: str | None = None
+        self._is_gone = True  # no process of the command holds memory
         self._load = Load()
         self._routed: tuple[str, ...] = ()
         self._up: tuple[str, ...] = ()
@@ -97,6 +99,7 @@ class Supervisor:
                 self._write_workers(self._launch.workers)
             arguments, self._host = self._arguments()
             self._print(f"starts: hotset {' '.join(arguments)}")
+            self._is_gone = False
             self._child = await ChildProcess.start(
                 self._launch.name,
                 arguments,
@@ -104,6 +107,7 @@ class Supervisor:
                 lambda line: print(line, file=sys.stderr, flush=True),
             )
         except (StartupError, OSError) as error:
+            self._is_gone = True
             self._ended = f"{self._launch.name} could not start: {error}"
             return
         watches = (self._watch_process(), self._watch_answers(), self._watch_controller(), self._watch_head())
@@ -119,6 +123,7 @@ class Supervisor:
             url=self._advertised_url,
             ready=self._url is not None and self._ended is None,
             ended=self._ended,
+            holds_memory=not self._is_gone,
             load=self._load,
             routed=self._routed,
             up=self._up,
@@ -133,7 +138,7 @@ class Supervisor:
         if now:
             self._stop_now.set()
         if self._child is not None and self._stopping is None:
-            seconds = self._launch.spec.drain_seconds + KILL_SECONDS
+            seconds = self._launch.spec.drain_seconds + KILL_SECONDS + ending_seconds()
             self._stopping = asyncio.create_task(self._child.stop(seconds, self._stop_now))
 
     async def _check_versions(self) -> None:
@@ -184,6 +189,8 @@ class Supervisor:
         self._ended = self._ended or reason
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        await self._child.gone()
+        self._is_gone = True
 
     def _end(self, reason: str) -> None:
         """Kills the process, which has failed for this reason."""

@@ -17,6 +17,7 @@ import torch
 from hotset.base.address import Address, control_port
 from hotset.base.config import EngineConfig
 from hotset.base.errors import InternalError
+from hotset.base.processes import this_process
 from hotset.base.sampling import PromptSpec
 from hotset.base.units import MIB
 from hotset.engine.input_processor import ModelCard, all_in_vocabulary
@@ -48,7 +49,6 @@ from hotset.fleet.handoff.stores import (
     regions,
 )
 from hotset.fleet.handoff.worker_service import TransferService
-from hotset.fleet.processes import this_process
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import LANES, TransferSettings
 from hotset.fleet.transfer.workers import RemoteTransfer, WorkerConnection, WorkerTransfers, engine_address

@@ -25,8 +25,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from hotset.base.processes import ProcessIdentity, has_ended, is_observable
 from hotset.fleet.handoff.messages import Hello
-from hotset.fleet.processes import ProcessIdentity, has_ended, is_observable
 from hotset.fleet.transfer.api import Transfer
 from hotset.schedule.handoffs import HandoffKey
 

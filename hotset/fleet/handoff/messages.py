@@ -31,9 +31,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hotset.base.paged_span import PagedSpan
+from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import Alternatives, PromptSpec
 from hotset.engine.ports import Route
-from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import Writes
 from hotset.schedule.handoffs import Announcement, CancelFetch, ContextPages, DeviceEvent, HandoffKey
 

@@ -6,12 +6,12 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from hotset.base.processes import ProcessIdentity
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import Delivery, RowWrites
 from hotset.fleet.handoff.delivery_choice import DeliveryChoice
 from hotset.fleet.handoff.messages import Hello, Store
 from hotset.fleet.handoff.timers import PhaseTimeout, PhaseTimer
-from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffId, RowsComputed
 

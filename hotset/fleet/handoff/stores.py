@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from hotset.base.paged_span import PagedSpan
+from hotset.base.processes import ProcessIdentity
 from hotset.engine.ports import Route
 from hotset.engine.workers.executor import HostShard, ServingWorker
 from hotset.fleet.handoff.layout import head_shards, whole_rows
 from hotset.fleet.handoff.messages import MemoryRange, Store, StoreName
 from hotset.fleet.handoff.packing import CPU, StagingMemory
 from hotset.fleet.handoff.routes import DEVICE_SHARE, EXPENSIVE_WRITE_SECONDS, find_route
-from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import MemoryKind, Region
 from hotset.fleet.transfer.workers import engine_address
 from hotset.memory.device_pool import DevicePool

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hotset.base.listeners import LOOPBACK_INTERFACE, check_listeners, listeners
+from hotset.base.processes import this_process
 from hotset.engine.ports import Messages
 from hotset.engine.workers.messages import THIS_MACHINE, RunningService, WorkerRank
 from hotset.fleet.handoff.messages import PackedPiece
@@ -18,7 +19,6 @@ from hotset.fleet.handoff.stores import (
     pool_spans,
     regions,
 )
-from hotset.fleet.processes import this_process
 from hotset.fleet.transfer.api import MemoryKind, Transfer
 from hotset.fleet.transfer.engines import TransferSettings
 from hotset.fleet.transfer.workers import TransferServer

@@ -9,9 +9,11 @@ from itertools import cycle, islice
 
 from hotset.base.config import EngineConfig
 from hotset.base.devices import has_gpu_driver
+from hotset.base.endings import wait_for_ending
 from hotset.base.errors import ConfigError, StartupError
 from hotset.base.host_memory import host_memory
 from hotset.base.memory_shares import DeviceMemory, cpu_pool_bytes, host_store_bytes, usable_gpu_bytes
+from hotset.base.status_line import StatusLine
 from hotset.base.units import GIB, show_bytes
 from hotset.engine.drafts.settings import with_default_drafts
 from hotset.engine.model_checks import context_length, model_splits
@@ -45,6 +47,8 @@ def place_engines(engines: Sequence[RoleEngine]) -> list[RoleEngine]:
     """Returns the engines with their GPUs and with their shares of this machine's memory."""
     if all(engine.config.device == "cpu" and sizes_given(engine.config) for engine in engines):
         return list(engines)
+    with StatusLine("Measuring the free memory") as status:
+        wait_for_ending(status.show)
     free = measure_free_memory()
     return divide_memory(divide_gpus(engines, len(free.gpus)), free)
 

@@ -11,10 +11,12 @@ import ray
 import torch
 
 from hotset.base.address import normalized_host
+from hotset.base.endings import wait_for_ending
 from hotset.base.engine_settings import CollectivesChoice
 from hotset.base.errors import StartupError
 from hotset.base.listeners import check_listeners, interface_addresses, listeners
 from hotset.base.logs import log_to_stderr
+from hotset.base.processes import name_as_ending
 from hotset.engine.progress import Progress
 from hotset.engine.workers.distributed import RENDEZVOUS_SCHEME, World, make_world
 from hotset.engine.workers.messages import WorkerRank
@@ -66,9 +68,11 @@ class WorkerActor:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         log_to_stderr()
         sockets = WorkerSockets(controller, number, self._keys)
+        wait_for_ending()
         progress = Progress(multiprocessing.get_context("spawn"), on_beat=sockets.beat)
 
         def exit_soon() -> None:
+            name_as_ending()
             time.sleep(EXIT_SECONDS)
             sockets.close(ABORTED)
             os._exit(ABORTED)

@@ -50,6 +50,26 @@ def test_processes_that_serve_are_removed_last_and_the_newest_first() -> None:
     assert decide(members, 1, now=0.5) == [Forget("f"), Stop("s"), Leave("new")]
 
 
+def test_a_process_is_replaced_only_when_the_memory_of_the_failed_one_is_free() -> None:
+    running = member("a", "ready", 10.0)
+    failed = observe(running, Report(node="n1", ended="killed", holds_memory=True), 20.0)
+    assert failed.phase == "failed" and failed.error == "killed"
+    assert decide([failed], 1, now=1000.0) == [], "its memory is not free, however long it takes"
+    assert decide([failed], 0, now=1000.0) == [], "its supervisor keeps the GPUs reserved"
+    assert decide([failed], 1, now=1000.0, shutdown="now") == []
+    free = observe(failed, Report(node="n1", ended="killed"), 30.0)
+    assert free.since == failed.since, "the time to wait began with the failure"
+    assert decide([free], 1, now=1000.0) == [Forget("a"), Start("decode", 1)]
+    assert decide([free], 0, now=1000.0) == [Forget("a")]
+    assert decide([free], 1, now=1000.0, shutdown="now") == [Forget("a")]
+
+
+def test_a_process_that_was_stopped_is_forgotten_only_when_its_memory_is_free() -> None:
+    gone = observe(member("a", "stopping", 10.0), Report(node="n1", ended="stopped", holds_memory=True), 20.0)
+    assert gone.phase == "gone" and decide([gone], 0) == []
+    assert decide([observe(gone, Report(node="n1", ended="stopped"), 30.0)], 0) == [Forget("a")]
+
+
 def test_a_process_is_stopped_when_no_router_uses_it_any_more() -> None:
     leaving = [member("a", "leaving", 100.0), member("b", "ready")]
     assert decide(leaving, 1, routed={"http://a"}) == []

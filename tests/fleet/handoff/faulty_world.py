@@ -21,6 +21,7 @@ from loopback import Faults, Hub, Loopback
 from scaled_timeouts import scaled
 from sharded_memory import POISON, ShardedMemory
 
+from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import Sources
@@ -31,7 +32,6 @@ from hotset.fleet.handoff.receiver import RECEIVER_TIMEOUTS, Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staged_delivery import PIECE_TIMEOUTS
 from hotset.fleet.handoff.staging import ReceiverStaging
-from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import Region, WriteState, WriteTicket
 from hotset.memory.pages import PageAllocator
 from hotset.schedule.handoffs import ContextPages, FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed

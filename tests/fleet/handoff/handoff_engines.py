@@ -20,6 +20,7 @@ from sharded_memory import ShardedMemory
 from waiting import WAIT_SECONDS, wait_until
 
 from hotset.base.errors import EngineStopped
+from hotset.base.processes import ProcessIdentity, this_process
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.engine.ports import Throughput
 from hotset.fleet.handoff import messages as msg
@@ -34,7 +35,6 @@ from hotset.fleet.handoff.receiver import Receiver
 from hotset.fleet.handoff.sender import Sender
 from hotset.fleet.handoff.staging import ReceiverStaging
 from hotset.fleet.handoff.timers import PeerTiming
-from hotset.fleet.processes import ProcessIdentity, this_process
 from hotset.fleet.transfer.api import Region, Transfer, Writes, WriteState, WriteTicket
 from hotset.schedule.handoffs import CancelFetch, ContextPages, DeviceEvent, FirstTokenSampled, HandoffKey, RowsComputed
 

@@ -14,13 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from waiting import ManualEvent
 
 from hotset.base.paged_span import PagedSpan
+from hotset.base.processes import ProcessIdentity
 from hotset.base.sampling import PromptSpec, SamplingParams
 from hotset.fleet.handoff import messages as msg
 from hotset.fleet.handoff.deliveries import MAX_LISTS_IN_FLIGHT, Sources
 from hotset.fleet.handoff.layout import plan_writes, whole_rows
 from hotset.fleet.handoff.outgoing import SENDER_TIMEOUTS, SenderPhase
 from hotset.fleet.handoff.sender import TOMBSTONE_LIMIT, Sender
-from hotset.fleet.processes import ProcessIdentity
 from hotset.fleet.transfer.api import WriteState
 from hotset.schedule.handoffs import FirstTokenSampled, HandoffKey, PrefillFailed, RowsComputed
 
