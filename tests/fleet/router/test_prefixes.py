@@ -257,7 +257,8 @@ def test_prompts_that_differ_after_a_common_beginning_are_of_different_sessions(
         index.record_sent(prompt, worker)
     for number in range(SHARED_ENDS):
         index.record_sent(prompt_of(TEXT[5000:][:6100] + str(number)), worker)
-    assert not index.continues_session(prompt_of(TEXT[5000:][:6100] + "another")), "short questions about one text count as a session"
+    another_question = prompt_of(TEXT[5000:][:6100] + "another")
+    assert not index.continues_session(another_question), "short questions about one long text count as a session"
 
 
 def executed_lines(call: Callable[[], T]) -> tuple[T, int]:
