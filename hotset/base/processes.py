@@ -132,7 +132,8 @@ def _processes(proc: Path) -> Iterator[tuple[int, list[str]]]:
     for folder in proc.iterdir():
         if folder.name.isdecimal():
             with suppress(OSError):  # the process has ended
-                yield int(folder.name), _stat_fields(folder)
+                if fields := _stat_fields(folder):
+                    yield int(folder.name), fields
 
 
 def _children(pid: int) -> list[int]:

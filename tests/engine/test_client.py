@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from harness import DEMO, tiny_directory
-from processes import pause
+from processes import command_line, is_running, pause
 
 from hotset.base.config import EngineConfig
-from hotset.base.errors import CheckpointError, ConfigError, EngineStopped, RequestError
+from hotset.base.errors import CheckpointError, ConfigError, EngineStopped, RequestError, StartupError
 from hotset.base.request_options import RequestOptions
 from hotset.base.sampling import SamplingParams
 from hotset.base.status_line import TaskProgress
@@ -27,7 +28,7 @@ from hotset.engine.client import EngineClient
 from hotset.engine.input_processor import InputProcessor
 from hotset.engine.llm import LLM
 from hotset.engine.outputs import Delta
-from hotset.engine.process import AddRequests, EngineProcess, StopEngine
+from hotset.engine.process import AddRequests, EngineProcess, EngineStarting, StopEngine
 from hotset.engine.progress import Progress
 from hotset.models.decoder_layer import DecoderLayer
 
@@ -363,3 +364,29 @@ def test_after_the_death_of_the_parent_the_drain_of_handoffs_is_cut_short(monkey
     assert named, "an engine that starts now waits for the memory of this one"
     assert isinstance(inbox.get(), StopEngine), "the first command ends the steps"
     assert process_module._stop_requested(inbox), "the second command ends the drain"
+
+
+def leave_a_worker(_config: EngineConfig, pipe: Connection, _progress: Progress) -> None:
+    """An engine process that starts a worker and is then killed. The worker stands for one whose memory is freed."""
+    subprocess.Popen(["sleep", "600"])
+    pipe.send(EngineStarting(TaskProgress("starts")))
+    pipe.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_engine_that_was_killed_has_ended_when_nothing_is_left_of_its_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_module, "_child", leave_a_worker)
+    waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    monkeypatch.setattr(process_module, "SayWaiting", lambda _: waiting.put)
+    process = EngineProcess(config_of(tmp_path))
+    with pytest.raises(StartupError, match=r"^the engine process died while starting \(exit code -9\)$"):
+        process.wait_ready(lambda _: process.pipe.send("die"))
+    ending = threading.Thread(target=process.end, args=(0.0,))
+    ending.start()
+    (worker,) = waiting.get(timeout=DEADLINE_S)
+    assert command_line(worker) == b"sleep\x00600\x00" and ending.is_alive()
+    os.kill(worker, signal.SIGKILL)
+    ending.join(DEADLINE_S)
+    assert not ending.is_alive() and not is_running(worker)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from harness import pids_of, tiny_directory
-from processes import children_of, command_line, is_running, pause, shared_memory_of, wait_until_ended
+from processes import is_running, pause, shared_memory_of, wait_until_ended
 from waiting import wait_until
 
 from hotset import LLM, SamplingParams
@@ -25,7 +25,6 @@ from hotset.base.request_options import RequestOptions
 from hotset.base.status_line import TaskProgress
 from hotset.engine.build import build_engine
 from hotset.engine.input_processor import InputProcessor
-from hotset.engine.process import EngineProcess
 from hotset.engine.workers.processes import MultiprocessExecutor
 
 DEADLINE_S = 90.0
@@ -181,22 +180,6 @@ def test_a_split_that_does_not_suit_the_model_or_machine_is_refused(tmp_path: Pa
         LLM(model, **SETTINGS, data_parallel_size=2, tensor_parallel_size=2)
 
 
-def test_an_engine_that_was_killed_has_ended_when_its_workers_have_freed_their_memory(tmp_path: Path) -> None:
-    """Nobody waits for them otherwise: they are children of the killed process."""
-    settings = {key: value for key, value in SETTINGS.items() if key != "progress"}
-    process = EngineProcess(EngineConfig(tiny_directory(tmp_path, **TINY), **settings, pipeline_parallel_size=2))
-    try:
-        process.wait_ready()
-        assert process.pid is not None
-        workers = [pid for pid in children_of(process.pid) if b"spawn_main" in command_line(pid)]
-        assert len(workers) == 2
-        pause(workers[0])  # the system resumes it when its parent dies
-        os.kill(process.pid, signal.SIGKILL)
-    finally:
-        process.end(0.0)
-    assert not any(is_running(pid) for pid in workers)
-
-
 def test_an_engine_is_built_when_an_earlier_one_has_freed_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,10 +194,12 @@ def test_an_engine_is_built_when_an_earlier_one_has_freed_its_memory(
     config = EngineConfig(tiny_directory(tmp_path, **TINY), **settings)
     with ThreadPoolExecutor(1) as threads:
         building = threads.submit(build_engine, config, show=shown.append)
-        assert wait_until(lambda: any(str(pid) in progress.details for progress in shown))
-        assert not any(progress.title.startswith("Loading") for progress in shown)
-        earlier.kill()
-        earlier.join()
+        try:
+            assert wait_until(lambda: building.done() or any(str(pid) in progress.details for progress in shown))
+            assert not any(progress.title.startswith("Loading") for progress in shown)
+        finally:
+            earlier.kill()
+            earlier.join()
         building.result(DEADLINE_S).close()
     assert any(progress.title.startswith("Loading") for progress in shown)
 
