@@ -55,7 +55,9 @@ def fields_as_flags(*config_types: Any) -> set[str]:
     return {f"--{flag_name(setting.name)}" for config_type in config_types for setting in fields(config_type)}
 
 
-@pytest.mark.parametrize("command", ["serve", "router", "cluster", "generate", "chat", "eval", "bench", "info"])
+@pytest.mark.parametrize(
+    "command", ["serve", "router", "cluster", "generate", "chat", "eval", "bench", "info", "doctor"]
+)
 def test_help_of_each_command_shows_all_its_flags(command: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
     assert shown.exit_code == 0
@@ -67,6 +69,7 @@ def test_every_setting_is_a_flag_and_every_flag_is_a_setting_or_an_option_of_the
     server_only = {f"--{flag_name(name)}" for name in SERVER_ONLY_SETTINGS}
     serve_only = {"--disaggregate", "--prefill-args", "--decode-args", "--api-key-file"}
     assert flags_of("serve") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | serve_only
+    assert flags_of("doctor") == fields_as_flags(EngineConfig, ServeConfig) - {"--model"} | {"--api-key-file", "--json"}
     assert flags_of("router") == fields_as_flags(RouterConfig) | {"--api-key-file"}
     chat_only = {f"--{flag_name(name)}" for name in CHAT_SETTINGS}
     assert flags_of("generate") == fields_as_flags(EngineConfig) - server_only - chat_only | sampling | {"--json"}

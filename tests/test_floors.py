@@ -40,7 +40,7 @@ FLEET = {
     "fleet/connections": 10,
     "fleet/local": 10,
 }
-LAB = {"lab": 8, "lab/bench": 8, "lab/evaluate": 8, "lab/plan": 9, "lab/simulate": 10}
+LAB = {"lab": 8, "lab/bench": 8, "lab/doctor": 8, "lab/evaluate": 8, "lab/plan": 9, "lab/simulate": 10}
 FLOORS = CORE | FLEET | LAB | {"cli": 11, "__main__": 12}
 GROUPS = ("fleet", "lab")  # folders of folders
 NO_TORCH = (

@@ -21,7 +21,7 @@ from hotset.base.numa import (
 )
 from hotset.base.units import GIB, KIB, MIB, ceil_div, show_bytes
 
-Level = Literal["good", "slow", "broken"]
+Level = Literal["good", "skipped", "slow", "broken"]  # the better ones first
 HUGE_PAGES_WANTED_BYTES = 100 * GIB  # smaller stores start in seconds also without huge pages
 SMALL_PAGE_BYTES = 4 * KIB
 NCCL_SHARED_BYTES = 1 * GIB  # what NVIDIA's guide to NCCL advises for /dev/shm of a container
@@ -31,7 +31,8 @@ IPC_LOCK = "docker run --ulimit memlock=-1 (or --cap-add IPC_LOCK), LimitMEMLOCK
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found: all is good, the engine will be slower than it could be, or it cannot work.
+    """What a check has found: all is good, the engine will be slower than it could be, or it cannot work. A check that
+    does not apply, or that needs something else first, is skipped.
 
     `mend` says in one line what to do about it. It is empty if there is nothing to do.
     """

@@ -39,6 +39,7 @@ from hotset.engine.local import open_llm
 from hotset.fleet.cluster import command as cluster
 from hotset.fleet.router.command import add_router
 from hotset.lab.bench.command import add_bench
+from hotset.lab.doctor.command import add_doctor
 from hotset.lab.evaluate import command as evaluation
 from hotset.lab.plan.command import add_plan
 from hotset.lab.simulate.command import add_simulate
@@ -66,6 +67,7 @@ add_bench(app)
 add_top(app)
 add_plan(app)
 add_simulate(app)
+add_doctor(app)
 
 Temperature = Annotated[
     float | None, typer.Option(help="Sampling temperature; 0 always takes the most likely token. Default: the model's.")

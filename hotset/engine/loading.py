@@ -66,23 +66,27 @@ def why_no_gpu(index: int) -> str | None:
     return None
 
 
-def use_device(device: torch.device) -> None:
-    """Makes a GPU the current one of this thread, and creates its CUDA context. Does nothing for a CPU.
+def use_device(device: torch.device) -> torch.device:
+    """Makes a GPU the current one of this thread, and creates its CUDA context. Does nothing for a CPU. Returns the
+    device with its number, so that other threads can choose the same.
 
     This must be the first use of CUDA. Calls that name no device (streams, events, pinned memory, launches of kernels)
     use the current GPU, and would otherwise create a context on GPU 0.
     """
-    if device.type != "cuda" or device.index is None:
-        return
+    if device.type != "cuda":
+        return device
     try:
-        torch.cuda.set_device(device)
-        torch.cuda.mem_get_info(device)
+        numbered = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        torch.cuda.set_device(numbered)
+        torch.cuda.mem_get_info(numbered)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
+        number = "" if device.index is None else f" {device.index}"
         raise ConfigError(
-            f"GPU {device.index} cannot be used: {reason}; end other programs on it (see nvidia-smi), or choose "
-            "another with --gpus"
+            f"GPU{number} cannot be used: {reason}; end other programs on it (see nvidia-smi), or choose another with "
+            "--gpus"
         ) from error
+    return numbered
 
 
 def choose_dtype(name: str | None, spec: ModelSpec, device: torch.device) -> torch.dtype:

@@ -34,13 +34,7 @@ SLOTS_PER_TOPK = 2  # default number of slots in a hot buffer without drafts, as
 
 def check_model(config: EngineConfig) -> ModelFiles:
     """Returns the model's files. Raises StartupError if the model or a setting cannot be used."""
-    on_gpu = config.device != "cpu" and has_gpu_driver()
-    if config.device not in (None, "cpu") and not on_gpu:
-        raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
-    if (config.gpus is not None or config.ranks_per_gpu > 1) and not on_gpu:
-        raise ConfigError("--gpus and --ranks-per-gpu choose GPUs, but no GPU was found; leave them out")
-    if config.collectives == "nccl" and not on_gpu:
-        raise ConfigError("--collectives nccl is for GPUs, but no GPU was found; leave it out")
+    on_gpu = check_gpu_flags(config)
     for endpoint in config.events_endpoints:
         check_free(endpoint.live, "--kv-events")
         if endpoint.replay is not None:
@@ -63,6 +57,18 @@ def check_model(config: EngineConfig) -> ModelFiles:
         dtype = dtype_name(config.dtype, spec, "cpu")
         check_weights_fit(files, splits, DTYPE_BYTES[dtype], host_memory().free)
     return files
+
+
+def check_gpu_flags(config: EngineConfig) -> bool:
+    """Returns whether the engine may use a GPU. Raises ConfigError if a flag needs one and this machine has none."""
+    on_gpu = config.device != "cpu" and has_gpu_driver()
+    if config.device not in (None, "cpu") and not on_gpu:
+        raise ConfigError(f"--device {config.device!r}: no GPU was found; use --device cpu")
+    if (config.gpus is not None or config.ranks_per_gpu > 1) and not on_gpu:
+        raise ConfigError("--gpus and --ranks-per-gpu choose GPUs, but no GPU was found; leave them out")
+    if config.collectives == "nccl" and not on_gpu:
+        raise ConfigError("--collectives nccl is for GPUs, but no GPU was found; leave it out")
+    return on_gpu
 
 
 def check_weights_fit(files: ModelFiles, splits: Sequence[Split], dtype_bytes: int, free: int) -> None:

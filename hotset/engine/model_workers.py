@@ -98,7 +98,7 @@ class WorkerInProcess:
         self, config: EngineConfig, device: torch.device, show: ShowProgress, advance: Callable[[], None]
     ) -> None:
         """`advance` is called after each layer that a step computes."""
-        use_device(device)
+        device = use_device(device)
         self._device, self._show, self._advance = device, show, advance
         self._loader = ModelLoader(config, device)
         self._executor: Executor | None = None

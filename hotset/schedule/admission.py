@@ -23,10 +23,10 @@ def admissible_residences(ledger: Ledger, request: Request, mode: TiersMode, row
     """
     if not ledger.tiers or request.options.tiers == "resident" or request.holding.pages[PageUse.ROWS]:
         return (Residence.RESIDENT,)
-    rows_on_host = Residence.TIERED if rows and rows >= len(request.tokens) - 1 else Residence.STREAMED
+    on_host = Residence.TIERED if rows and rows >= len(request.tokens) - 1 else Residence.STREAMED
     if mode == "always" or request.options.tiers == "tiered":
-        return (rows_on_host,)
-    return (Residence.RESIDENT, rows_on_host)
+        return (on_host,)
+    return (Residence.RESIDENT, on_host)
 
 
 def admissible_landings(ledger: Ledger, request: Request, mode: TiersMode) -> list[tuple[bool, Residence]]:
@@ -55,7 +55,7 @@ class _Lookup:
 
     request: Request
     version: int
-    prefix: list[CachedPage]  # the cached pages from which it can start
+    prefix: list[CachedPage]  # the cached pages from which the request can start
     needs: dict[tuple[Residence, int], PageCounts] = field(default_factory=dict)  # by residence and number of rows
 
 
@@ -87,15 +87,15 @@ class Admission:
         residences = admissible_residences(ledger, request, self._mode)
         least = min(ledger.pages_needed(request.holding, to, rows).device for to in residences)
         if least > ledger.device.capacity:
-            raise InternalError(f"{least} device pages are needed, {ledger.device.capacity} exist")
+            raise InternalError(f"a request needs {least} device pages, but there are {ledger.device.capacity}")
         if ledger.host is not None:
             on_host = ledger.geometry.row_pages(rows)
             if on_host > ledger.host.capacity:
-                raise InternalError(f"{on_host} host pages are needed, {ledger.host.capacity} exist")
+                raise InternalError(f"a request needs {on_host} host pages, but there are {ledger.host.capacity}")
 
     def admit_waiting(self) -> Iterator[Request]:
-        """Admits requests in order of arrival until one does not fit, and yields each. Those whose prefix is being
-        computed wait without delaying others."""
+        """Admits requests in order of arrival until one does not fit, and yields each. A request whose prefix is being
+        computed waits without delaying others."""
         waiting, free_seats, skipped = self._queues.waiting, self._queues.free_seats, 0
         self._prefixes.begin_plan()
         while skipped < len(waiting):
@@ -155,7 +155,7 @@ class Admission:
         return self._needs_peer(request, self._prefixes.find(request))
 
     def _needs_peer(self, request: Request, prefix: Sequence[CachedPage]) -> bool:
-        """Returns True if a prefill worker must compute the prompt. It need not if `prefix` lacks only a few tokens."""
+        """Returns True if a prefill worker must compute the prompt, because `prefix` lacks more than a few tokens."""
         if self._needs_seat(request):
             return False
         unknown = len(request.tokens) - len(prefix) * self._ledger.geometry.page_rows

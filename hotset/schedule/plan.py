@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def followed(self) -> Sequence[int]:
-        """For each entry of `sampled`: the draft whose logits yield the token, or NO_DRAFT if no draft's do."""
+        """For each entry of `sampled`: the draft whose logits yield the token, or NO_DRAFT if there is none."""
         if not self.drafts:
             return (NO_DRAFT,) * len(self.sampled)
         segments = dict.fromkeys(self.sampled)

@@ -85,7 +85,7 @@ def headroom(running: Iterable[Request]) -> PageCounts:
 
 
 def _pages_freed(ledger: Ledger, running: Iterable[Request]) -> dict[Request, int]:
-    """Returns how many pages demotion would free, for every request of which it would free any."""
+    """Returns how many pages a demotion would free, for every request whose demotion would free at least one."""
     return {
         request: freed
         for request in running

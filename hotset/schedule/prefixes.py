@@ -35,12 +35,11 @@ class Prefixes:
             self._landing.append(request)
 
     def must_wait(self, request: Request) -> bool:
-        """Returns True if a running request computes the next unknown page of the prefix of a waiting one, or if that
-        page lands for another request.
+        """Returns True if the next page that a waiting request could use will be in the cache soon, because a running
+        request computes it or it lands for another request.
 
-        That page will be in the cache soon. If the other request is preempted, fails or ends first, the waiting one is
-        admitted without the page. While requests run, a plan hashes few tokens. A request whose pages are not all
-        hashed then waits for the next plan.
+        If that other request is preempted, fails or ends first, the waiting one is admitted without the page. While
+        requests run, a plan hashes few tokens. A request whose pages are not all hashed then waits for the next plan.
         """
         other = request.waits_for
         if other is not None and len(other.holding.cached) == request.waits_for_page and self._will_publish(other):
@@ -184,7 +183,7 @@ def _same_prompt(one: Request, other: Request) -> bool:
 
 
 def _common_pages(hashes: Sequence[bytes], others: Sequence[bytes]) -> int:
-    """Returns how many pages two contexts have in common. If one page differs, so do all pages after it."""
+    """Returns how many pages two contexts have in common. If one page differs, so do the hashes of all later pages."""
     if not hashes or not others or hashes[0] != others[0]:
         return 0
     pages = range(min(len(hashes), len(others)))

@@ -114,7 +114,7 @@ class KvMemory:
         most = 1 + self.pool.geometry.max_drafts
         tiered_tokens = max(count for seat, count in zip(seats, counts, strict=True) if seat in tiered)
         if tiered_tokens > most:
-            raise InternalError(f"a step computes at most {most} tokens of a tiered request")
+            raise InternalError(f"a step computes {tiered_tokens} tokens of a tiered request, more than {most}")
         leaving = self._required_hot_buffers.advance_tails(seats, starts)
         if leaving:
             self._required_mirror.wait()  # a tail page must be on the host before it is overwritten
@@ -203,7 +203,7 @@ class KvMemory:
     def audit(self, tiered: Mapping[int, int]) -> None:
         """Proves that the residency maps of tiered seats are consistent. `tiered` maps seats to context lengths."""
         for seat in tiered:
-            assert seat in self.tables.tiered_seats, f"seat {seat} should be tiered"
+            assert seat in self.tables.tiered_seats, f"seat {seat} is not tiered in the tables"
             self._required_hot_buffers.audit(seat)
 
     def _view(self, batch: Batch, tiered_tokens: int) -> ResidentView:

@@ -19,7 +19,7 @@ from hotset.kernels.rows import RowLayout
 from hotset.memory import host_store
 from hotset.memory.device_pool import KvShape
 
-GPU = torch.device("cuda")
+GPU = torch.device("cuda:0")
 SHAPE = KvShape(4, RowLayout(512, torch.bfloat16))
 
 
@@ -27,6 +27,8 @@ SHAPE = KvShape(4, RowLayout(512, torch.bfloat16))
 def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     fake = FakeCudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     monkeypatch.setattr(host_store, "_nodes_of", lambda device: ())
     return fake
 

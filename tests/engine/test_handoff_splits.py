@@ -123,7 +123,7 @@ def test_rows_that_are_packed_in_the_order_of_pages_give_the_same_answers(monkey
         assert workers.answers(prompts(), PARAMS, "auto") == answers_of_one_process("llama")
         assert workers.comparer.num_compared == len(LENGTHS)
         sent, received = workers.prefill.stats().handoff, workers.decode.stats().handoff
-        assert sent.num_pieces > 0 and received.num_pieces == 0, "rows must be packed, and nothing must be unpacked"
+        assert sent.num_pieces > 0 and received.num_pieces == 0, "no rows were packed, or some were unpacked"
         stats = workers.decode.stats()
     assert (stats.landed, stats.lost, stats.quarantined_pages) == (len(LENGTHS), 0, 0)
 

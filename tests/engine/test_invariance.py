@@ -177,6 +177,6 @@ def test_a_failed_step_raises_and_ends_the_engine_instead_of_hanging() -> None:
     engine = make_engine(FailingModel(3), MODELS["gqa"][0], device_kv_tokens=96, plans_in_flight=2)
     with pytest.raises(RuntimeError, match="device is gone"):
         run_all(engine, [[1, 2]], [SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)])
-    assert engine.idle, "a failed engine must count as idle, or draining it would never end"
+    assert engine.idle, "a failed engine does not count as idle, so draining it would never end"
     with pytest.raises(EngineStopped):
         engine.step()

@@ -4,7 +4,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -152,8 +152,9 @@ def killing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     def request_after_kills(answer: FollowedAnswer, *arguments: Any) -> None:
         if rng.random() < 0.1:
             for worker in workers():
-                os.kill(worker, signal.SIGKILL)
-                killed.append(worker)
+                with suppress(ProcessLookupError):  # one that was replaced has ended by itself
+                    os.kill(worker, signal.SIGKILL)
+                    killed.append(worker)
         request(answer, *arguments)
 
     monkeypatch.setattr(FollowedAnswer, "request", request_after_kills)

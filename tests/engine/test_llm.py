@@ -299,4 +299,4 @@ def test_a_stop_string_ends_the_text_and_frees_the_pages(scripted: LLM) -> None:
     assert answer.text == "The capital of "
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "France")
     assert scripted.stats().device_pages_held == 0
-    assert "abort" not in scripted.stats().requests_finished, "a stop string must not count as an abort"
+    assert "abort" not in scripted.stats().requests_finished, "a stop string was counted as an abort"

@@ -144,9 +144,11 @@ def test_a_worker_makes_its_gpu_the_current_one_and_names_a_gpu_without_room(mon
 
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, GIB))
-    use_device(CPU)
-    use_device(torch.device("cuda:2"))
-    assert current == [torch.device("cuda:2")]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert use_device(CPU) == CPU
+    assert use_device(torch.device("cuda:2")) == torch.device("cuda:2")
+    assert use_device(CUDA) == torch.device("cuda:1"), "threads would choose another GPU"
+    assert current == [torch.device("cuda:2"), torch.device("cuda:1")]
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
     with pytest.raises(ConfigError, match=r"^GPU 3 cannot be used: CUDA error: out of memory; .* --gpus$"):
         use_device(torch.device("cuda:3"))

@@ -75,7 +75,7 @@ def test_emulated_kernel_equals_the_reference(name: str) -> None:
     for row, expected in enumerate(reference_scores(inputs)):
         got = scores.values[row, : len(expected)]
         assert float((got - expected).norm() / expected.norm()) < 1e-4
-        assert bool((scores.values[row, len(expected) :] == -77).all()), "positions that a query does not see"
+        assert bool((scores.values[row, len(expected) :] == -77).all()), "an invisible position was scored"
         moments = scores.moments[row, : int(scores.shares[row])].sum(0)
         torch.testing.assert_close(moments[0], got.sum(), rtol=1e-4, atol=1e-4 * float(got.abs().sum()))
         torch.testing.assert_close(moments[1], got.square().sum(), rtol=1e-4, atol=0.0)

@@ -122,6 +122,6 @@ def test_the_kernel_compiles_for_sm_90(tmp_path: Path) -> None:
     constants = {"PAGE_ROWS": 64, "BOX_ROWS": 64, "SHARED_BYTES": cuda_prefill.SHARED_BYTES}
     compiled = compile_with_nvcc(cuda_prefill.SOURCE, constants, tmp_path)
     assert compiled.spilled_bytes == 0 and not compiled.serialized
-    # Two warpgroups claim 232 registers per thread, and the third keeps 40. More than these do not become free.
+    # Two warpgroups claim 232 registers per thread, and the third keeps 40. The block must have that many at launch.
     assert 128 * (2 * 232 + 40) <= cuda_prefill.THREADS * compiled.registers <= REGISTERS_OF_SM
     assert cuda_prefill.SHARED_BYTES <= 227 << 10

@@ -20,7 +20,7 @@ from hotset.kernels import EMPTY, cuda_source
 from hotset.kernels.sparse_attention import cuda_impl
 from hotset.kernels.sparse_attention.launch import HOPPER, LaunchConfig
 
-SHARED_OF_SM = 228 << 10  # bytes; each block occupies 1 KiB more than it requests
+SHARED_OF_SM = 228 << 10  # bytes; each block takes 1 KiB more than it requests
 
 
 def run(inputs: Inputs, launch: LaunchConfig) -> Tensor:
@@ -33,7 +33,7 @@ def run(inputs: Inputs, launch: LaunchConfig) -> Tensor:
         cuda_impl.attend(case.shape, launch, tensors, case.scale * 1.4426950408889634)
         if launch.splits > 1:
             written = ~partial.isnan().all(-1)
-            assert torch.equal(written, lse != float("-inf")), "splits with rows must write sums, others must not"
+            assert torch.equal(written, lse != float("-inf")), "an empty split wrote sums, or another did not"
             cuda_impl.merge(case.shape, launch, partial, lse, out)
     return out
 
@@ -52,20 +52,20 @@ CASES = {
     "fp8, long tiles": (Case(2, 16, 300, fp8=True), replace(FP8_16, block_keys=64)),
     "fp8, 4 splits, masked heads": (Case(2, 3, 700, fp8=True), replace(FP8_16, splits=4)),
     "fp8, empty splits": (Case(2, 17, 256, fp8=True, used=9), replace(FP8_32, splits=4)),
-    "fp8, small": (Case(2, 8, 130, fp8=True, magnitude=1e-4), FP8_16),
+    "fp8, small values": (Case(2, 8, 130, fp8=True, magnitude=1e-4), FP8_16),
     "fp8, uneven scales": (Case(2, 8, 40, fp8=True, uneven=True), FP8_16),
     "plain, 64 heads": (Case(2, 64, 330), PLAIN_64),
     "fp8, 64 heads": (Case(2, 64, 330, fp8=True), FP8_64),
     "fp8, many heads, one tile": (Case(2, 40, 37, fp8=True), FP8_64),
     "fp8, many heads, empty splits": (Case(2, 33, 512, fp8=True, used=9), replace(FP8_64, splits=4)),
-    "fp8, many heads, small": (Case(2, 33, 130, fp8=True, magnitude=1e-4), FP8_64),
+    "fp8, many heads, small values": (Case(2, 33, 130, fp8=True, magnitude=1e-4), FP8_64),
     "fp8, many heads, uneven scales": (Case(2, 33, 40, fp8=True, uneven=True), FP8_64),
 }
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", slow_if(CASES, {"plain, long tiles", "fp8, long tiles", "plain, 20 splits"}))
-def test_emulated_kernel_equals_the_reference(name: str) -> None:
+def test_the_emulated_kernel_equals_the_reference(name: str) -> None:
     case, launch = CASES[name]
     inputs = make_inputs(case, device=torch.device("cpu"))
     inputs.check(run(inputs, launch))
@@ -108,14 +108,14 @@ KINDS = [(16, True), (64, False), (16, False), (32, True), (64, True)]  # 32 hea
 
 @needs_nvcc
 @pytest.mark.parametrize(("heads", "fp8"), slow_if(KINDS, KINDS[2:]))
-def test_kernel_compiles_for_sm_90_and_the_intended_blocks_fit(heads: int, fp8: bool, tmp_path: Path) -> None:
+def test_the_kernel_compiles_for_sm_90_and_the_chosen_blocks_fit(heads: int, fp8: bool, tmp_path: Path) -> None:
     launch = HOPPER[fp8, heads]
     inputs = make_inputs(Case(2, heads, 40, fp8=fp8), device=torch.device("cpu"))
     tensors = (inputs.q, inputs.pool, inputs.row_ids, inputs.q, inputs.q)
     source, constants, _ = recorded(lambda: cuda_impl.attend(inputs.case.shape, launch, tensors, 1.0))
     compiled = compile_with_nvcc(source, constants, tmp_path)
-    assert compiled.spilled_bytes <= 64, f"{compiled.spilled_bytes} B of registers spilled"
-    assert not compiled.serialized, "the compiler waits for every single product"
+    assert compiled.spilled_bytes <= 64, f"{compiled.spilled_bytes} bytes of registers are spilled"
+    assert not compiled.serialized, "the kernel waits for every single product"
     registers = compiled.registers
     threads = 32 * launch.warps
     assert launch.programs_per_sm * threads * -(-registers // 8) * 8 <= REGISTERS_OF_SM, f"{registers} registers"

@@ -63,7 +63,7 @@ def test_a_template_that_never_ends_is_killed_and_the_next_messages_are_rendered
         with pytest.raises(RequestError, match=r"did not finish within 0\.5 s of CPU time") as failure:
             renderer.render(user("loop"), ChatOptions())
         assert (failure.value.code, failure.value.param) == ("chat_template_failed", "messages")
-        assert not is_running(worker) and not children_of(server_of(renderer)), "the worker must be killed"
+        assert not is_running(worker) and not children_of(server_of(renderer)), "the worker was not killed"
         assert renderer.render(user("hello"), ChatOptions()) == "hello!"
 
 
@@ -128,7 +128,7 @@ def test_a_template_that_never_ends_does_not_delay_another_rendering() -> None:
         assert looping.is_alive()
         renderer.close()
         looping.join(WAIT_SECONDS)
-        assert "was closed" in failures[0], "closing must end a rendering in progress"
+        assert "was closed" in failures[0], "closing did not end the rendering in progress"
 
 
 @pytest.mark.parametrize("process", [worker_of, server_of])

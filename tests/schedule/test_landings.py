@@ -43,7 +43,7 @@ def test_a_reservation_is_sent_only_after_the_plan_that_granted_its_pages_has_co
     scheduler, runner, _ = make()
     scheduler.add(prefilled_by_peer("a", 9, 12))
     plan = scheduler.plan()
-    assert plan is not None and not plan.seats, "the plan must be executed although it computes nothing"
+    assert plan is not None and not plan.seats, "no plan without tokens grants the pages"
     assert scheduler.take_landing_updates() == []
     result = runner.submit(plan)
     assert scheduler.take_landing_updates() == []
@@ -116,12 +116,12 @@ def test_pages_of_an_aborted_landing_stay_held_until_the_writer_has_stopped() ->
     assert scheduler.take_landing_updates() == [CancelFetch(HandoffKey("a", 1))]
     assert scheduler.take_outputs().finished == {"a": "abort"}
     assert ledger.host is not None and ledger.host.held > 0
-    assert not scheduler.fail_landing("a", 1, quiesced=True, retry=False), "the request was already cancelled"
+    assert not scheduler.fail_landing("a", 1, quiesced=True, retry=False), "a cancelled landing counts as failed"
     assert scheduler.idle and ledger.host.held == 0
-    assert scheduler.counters.lost == 0, "a landing that was cancelled is not lost"
+    assert scheduler.counters.lost == 0, "a cancelled landing was counted as lost"
 
 
-def test_a_request_that_cannot_fit_because_of_quarantine_ends_with_that_error() -> None:
+def test_a_request_that_does_not_fit_because_of_quarantined_pages_ends_with_that_reason() -> None:
     """The worker would have computed the prompt of "b" itself, so "lost" would be a misleading reason."""
     scheduler, runner, ledger = make(host=6)
     scheduler.add(prefilled_by_peer("a", 9, 12))
@@ -142,7 +142,7 @@ def test_a_long_context_does_not_fit_beside_quarantined_pages_until_their_writer
     assert ledger.fits_beside_quarantine(12) and not ledger.fits_beside_quarantine(13)
     scheduler.add(prefilled_by_peer("a", 9, 12))
     next_reservation(scheduler, runner)
-    assert ledger.fits_beside_quarantine(12), "pages that a request holds become free when it ends"
+    assert ledger.fits_beside_quarantine(12), "pages that a request holds count as quarantined"
     scheduler.fail_landing("a", 1, quiesced=False, retry=False)
     assert ledger.quarantined.host == 5
     assert ledger.fits_beside_quarantine(2) and not ledger.fits_beside_quarantine(3)
@@ -194,7 +194,7 @@ def test_only_rows_that_are_not_in_the_prefix_cache_land(landing: LandingChoice)
     runner.land(reservation)
     scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
     assert answer_of(scheduler, runner, "a") == answer_alone(reservation.prompt.token_ids, 20)
-    assert cache.held == 0 and len(cache.find(request.page_hashes)) >= 7, "its own full pages were published"
+    assert cache.held == 0 and len(cache.find(request.page_hashes)) >= 7, "its own full pages were not published"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_rows_avoid_a_device_that_the_peer_reaches_slowly(landing: LandingChoice
 
 
 @pytest.mark.parametrize(("length", "extended"), [(12, True), (13, False)])
-def test_a_prompt_is_extended_here_if_its_unknown_part_is_short(length: int, extended: bool) -> None:
+def test_a_prompt_is_extended_here_if_its_uncached_part_is_short(length: int, extended: bool) -> None:
     scheduler, runner, _, _ = make_cached(extend_locally=4)
     request = landing_after_prefix("a", "host", length)
     scheduler.add(request)
@@ -273,7 +273,7 @@ def test_a_prompt_without_a_cached_prefix_is_never_extended_here() -> None:
     assert request.phase is Phase.LANDING and scheduler.counters.extended == 0
 
 
-def test_a_prompt_waits_for_a_seat_to_be_extended_and_asks_the_peer_if_its_prefix_is_evicted_meanwhile() -> None:
+def test_a_prompt_to_extend_waits_for_a_seat_and_goes_to_the_peer_if_its_prefix_is_evicted() -> None:
     scheduler, runner, _, cache = make_cached(extend_locally=1000)
     for number in range(4):
         prompt = PromptSpec((90 + number,), SamplingParams(seed=0))
@@ -293,7 +293,7 @@ def test_a_prompt_waits_for_a_seat_to_be_extended_and_asks_the_peer_if_its_prefi
     ("outcome", "salt"), [("lands", ""), ("is aborted", ""), ("is aborted", "no prefix"), ("fails", "no prefix")]
 )
 def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str, salt: str) -> None:
-    """The choices of one prompt are such prompts. If the landing ends without its rows, the next one is asked for."""
+    """As the choices of one prompt do. If the landing ends without its rows, the peer gets the next one."""
     scheduler, runner, _, _ = make_cached(extend_locally=2)
     first, second = (landing_after_prefix(name, "host", salt=salt) for name in ("a", "b"))
     scheduler.add(first)
@@ -305,7 +305,7 @@ def test_a_prompt_that_begins_like_one_that_lands_waits_for_it(outcome: str, sal
         runner.land(reservation)
         scheduler.complete_landing("a", 1, next_token(reservation.prompt.token_ids), None)
         plan = scheduler.plan()
-        assert plan is not None and second.phase is Phase.WAITING, "the pages enter the cache when this plan commits"
+        assert plan is not None and second.phase is Phase.WAITING, "it started before the pages were in the cache"
         scheduler.commit(runner.submit(plan))
         assert answer_of(scheduler, runner, "b") == answer_alone(reservation.prompt.token_ids, 20)
         assert (scheduler.counters.landed, scheduler.counters.extended, second.num_cached) == (1, 1, 14)
@@ -370,7 +370,7 @@ def test_no_request_loses_its_pages_for_one_that_waits_for_a_prefix() -> None:
     assert (waits.phase, parked.phase, scheduler.counters.recomputes) == (Phase.WAITING, Phase.PARKED, 0)
 
 
-def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_writer_cannot_reach_the_others() -> None:
+def test_cached_pages_of_a_failed_landing_are_not_quarantined_and_no_late_write_reaches_them() -> None:
     scheduler, runner, ledger, cache = make_cached()
     request = landing_after_prefix("a", "host")
     scheduler.add(request)
@@ -388,7 +388,7 @@ def test_only_own_pages_of_a_landing_after_a_prefix_are_quarantined_and_a_late_w
     assert cache.held == 0 and cache.evictions == 0
 
 
-def test_a_full_host_is_no_error_for_a_landing_after_a_prefix() -> None:
+def test_a_landing_after_a_prefix_evicts_cached_pages_if_the_host_is_full() -> None:
     """Ten pages: four for the prefix, four for the rest of the prompt, two for the answer. Others are evicted."""
     scheduler, runner, _, cache = make_cached(host=10)
     request = landing_after_prefix("a", "host")

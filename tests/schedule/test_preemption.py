@@ -88,7 +88,7 @@ def test_only_as_many_requests_are_demoted_as_necessary_and_none_if_all_would_no
     assert demotions_for(ledger, PageCounts(many, 0), PageCounts(1, 0), running.requests) == [large, old]
     assert demotions_for(ledger, PageCounts(many + 2 * few, 0), NO_PAGES, running.requests) == [large, old, young]
     assert demotions_for(ledger, PageCounts(many + 2 * few + 1, 0), NO_PAGES, running.requests) == []
-    assert demotions_for(ledger, PageCounts(1, 21), NO_PAGES, running.requests) == [], "demotion frees no host pages"
+    assert demotions_for(ledger, PageCounts(1, 21), NO_PAGES, running.requests) == [], "demoted to free host pages"
 
 
 @pytest.mark.parametrize("missing", [0, 1])

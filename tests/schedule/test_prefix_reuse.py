@@ -31,13 +31,13 @@ def test_a_request_waits_for_a_prefix_in_progress_and_computes_only_the_rest(dep
     assert plan is not None and plan.counts == [31, 12], "a request behind the one that waits is delayed"
     loop.run()
     assert loop.order == ["first", "other", "second"]
-    assert loop.start("second") == 20, "the shared pages must be reused, and the page that differs be computed"
+    assert loop.start("second") == 20, "not exactly the shared pages were reused"
     assert set(loop.computed("second").values()) == {1}
     assert loop.cached_tokens == [("second", 20)]
 
 
 @DEPTHS
-def test_a_long_prefix_is_awaited_to_its_end_but_not_what_follows_it(depth: int) -> None:
+def test_a_request_waits_for_its_whole_prefix_but_not_for_the_rest_of_the_other_prompt(depth: int) -> None:
     loop, shared = Loop(depth, step_tokens=8), tokens(20)
     loop.add("first", shared + tokens(40))
     for _ in range(2):
@@ -51,7 +51,7 @@ def test_a_long_prefix_is_awaited_to_its_end_but_not_what_follows_it(depth: int)
 @pytest.mark.parametrize("seats", [1, 2, 8])
 @pytest.mark.parametrize(("length", "shared"), [(41, 40), (40, 36), (4, 0), (5, 4)])
 @MODES
-def test_answers_compute_their_shared_prompt_once(mode: TiersMode, length: int, shared: int, seats: int) -> None:
+def test_requests_with_the_same_prompt_compute_it_once(mode: TiersMode, length: int, shared: int, seats: int) -> None:
     loop, prompt = Loop(depth=2, mode=mode, seats=seats), tokens(length)
     for number in range(4):
         loop.add(f"answer {number}", prompt)
@@ -104,9 +104,10 @@ def test_a_request_continues_if_its_prefix_is_abandoned(depth: int, stop: Callab
     stop(loop, first)
     assert not loop.scheduler._prefixes.must_wait(second)
     loop.submit()
-    assert "second" in loop.segments or (stop is park and depth == 1), "only a parked request can be ahead of it"
+    # With one plan in flight, the parked request is resumed at once and is ahead of the second one.
+    assert "second" in loop.segments or (stop is park and depth == 1), "it still waits for the abandoned prefix"
     loop.run()
-    assert loop.start("second") >= 4 * ROWS, "what was published before must be reused"
+    assert loop.start("second") >= 4 * ROWS, "published pages were computed again"
     assert set(loop.computed("second").values()) == {1}
 
 
@@ -170,7 +171,7 @@ def test_requests_that_ask_for_log_probabilities_of_the_prompt_compute_it_and_pu
     loop.add("first", prompt)
     loop.add("scored", prompt, prompt_logprobs=1)
     plan = loop.submit()
-    assert plan is not None and plan.counts == [30, 30], "a request that computes everything must not wait"
+    assert plan is not None and plan.counts == [30, 30], "a request that computes its whole prompt waits for a prefix"
     loop.run()
     loop.host.evict(200)
     loop.add("scored again", prompt, prompt_logprobs=1)
@@ -191,9 +192,9 @@ def test_a_host_full_of_cached_pages_evicts_them_and_then_requests_wait(depth: i
     assert set(loop.finished.values()) == {"length"}
     assert loop.host.evictions > 0
     assert loop.host.cached > 20, "pages were evicted although nobody needed their memory"
-    assert loop.ledger.fits_beside_quarantine(119), "cached pages that nobody uses must count as free"
+    assert loop.ledger.fits_beside_quarantine(119), "cached pages without users do not count as free"
     loop.add("large", tokens(100), answer=20)
-    assert loop.submit() is not None, "a request must be admitted that fits if all cached pages are evicted"
+    assert loop.submit() is not None, "a request that fits without the cached pages was not admitted"
     loop.run()
     assert loop.finished["large"] == "length"
 
@@ -233,7 +234,7 @@ def test_hashing_is_done_once_per_request_and_is_bounded_per_plan() -> None:
         before = loop.hasher.hashed
         plans.append(loop.scheduler.plan())
         hashed.append(loop.hasher.hashed - before)
-    assert plans[0] is not None and plans[1:] == [None] * 3, "all others wait for the first"
+    assert plans[0] is not None and plans[1:] == [None] * 3, "the others do not wait for the first"
     assert hashed == [2 * pages, 2 * pages, 2 * pages, 0]
 
 
@@ -250,7 +251,7 @@ def test_a_long_prompt_is_hashed_in_several_plans_only_while_others_run(monkeypa
         loop.submit()
         hashed.append(loop.hasher.hashed - before)
     assert hashed == [16, 16, 8 + 1]
-    assert loop.order == ["alone", "long", "short"], "both must be admitted by the plan that hashes the last page"
+    assert loop.order == ["alone", "long", "short"], "the plan that hashed the last page did not admit both"
     loop.run()
 
 

@@ -279,9 +279,9 @@ class SchedulerMachine(RandomMachine):
         for name, (last, row_pages, key_pages) in self.on_device.items():
             for position in range(last):
                 expected = tuple(self.prompts[name][: position + 1])
-                assert self.runner.device_row(row_pages, position) == expected, "a row that a peer reads has changed"
+                assert self.runner.device_row(row_pages, position) == expected, "a row for a peer has changed"
                 for key in self.runner._keys_at(key_pages, position):
-                    assert self.runner.keys[key] == expected, "an index key that a peer reads has changed"
+                    assert self.runner.keys[key] == expected, "an index key for a peer has changed"
 
     def finish(self) -> None:
         """Runs all requests to their end. Checks their answers, and that no page is held afterwards."""
@@ -409,7 +409,7 @@ def test_the_token_budget_limits_prompts_but_not_decoding_requests() -> None:
     for _ in range(30):
         counts.append(list(execute_next(scheduler, runner).counts))
     assert max(sum(count for count in plan_counts if count > 1) for plan_counts in counts) <= 3
-    assert counts[-1] == [1] * 5, "all five requests must decode in the end, although the budget is three tokens"
+    assert counts[-1] == [1] * 5, "the budget of three tokens limits decoding requests"
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
@@ -431,7 +431,7 @@ def test_log_probabilities_of_a_prompt_are_in_the_plans_that_compute_their_logit
     while not scheduler.idle:
         plan = execute_next(scheduler, runner)
         ranges.append([(scored.first, scored.last, scored.alternatives) for scored in plan.prompt_ranges])
-    assert ranges == [[(1, 5, 2)], [(5, 9, 2)], [(9, 10, 2)]], "the logits of token 3 predict token 4"
+    assert ranges == [[(1, 5, 2)], [(5, 9, 2)], [(9, 10, 2)]], "the logits of token 3 give that of token 4"
 
 
 def test_a_phase_change_outside_the_table_is_refused() -> None:

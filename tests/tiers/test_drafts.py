@@ -48,13 +48,13 @@ def test_answers_and_rows_are_those_without_drafts(pool: str, max_drafts: int, d
     bench.scheduler.abort("aborted")
     bench.finish()
     counters = bench.scheduler.counters
-    assert sorted(counters.drafts_verified) == [*range(1, max_drafts + 1)], "not so many tokens were drafted"
+    assert sorted(counters.drafts_verified) == [*range(1, max_drafts + 1)], "drafts of some place were not verified"
     for place in range(1, max_drafts + 1):
         assert 0 < counters.drafts_accepted[place] < counters.drafts_verified[place], (
-            "drafts must be accepted and rejected everywhere"
+            f"no draft was accepted, or none rejected, at place {place}"
         )
     assert counters.tokens_generated == sum(len(answer) for answer in bench.answers.values())
-    assert not bench.drafter.open, "the drafter was not told that requests ended"
+    assert not bench.drafter.open, "the drafter still keeps requests that have ended"
     events = {
         "roomy": counters.demotions == counters.parks == 0,
         "crowded": counters.demotions or counters.parks,  # a hot buffer for five drafts is too large for a demotion
@@ -64,15 +64,15 @@ def test_answers_and_rows_are_those_without_drafts(pool: str, max_drafts: int, d
     assert events[pool], f"the pool is not {pool}"
 
 
-def test_right_drafts_save_steps_and_wrong_ones_cost_none() -> None:
+def test_correct_drafts_save_steps_and_wrong_drafts_cost_none() -> None:
     steps = {}
-    for right in (0.0, 1.0):
-        bench = make_bench("roomy", 3, right_drafts=right)
+    for share in (0.0, 1.0):
+        bench = make_bench("roomy", 3, right_drafts=share)
         bench.add("request", 10, 31)
         bench.finish()
-        steps[right] = bench.scheduler.counters.steps
-    assert 8 <= steps[1.0] < 13, "a step adds up to four tokens"
-    assert 25 < steps[0.0] <= 31, "a step with wrong drafts adds one token"
+        steps[share] = bench.scheduler.counters.steps
+    assert 8 <= steps[1.0] < 13, "steps with correct drafts do not add about four tokens each"
+    assert 25 < steps[0.0] <= 31, "steps with wrong drafts do not add about one token each"
 
 
 @pytest.mark.parametrize("park", [False, True])
@@ -97,5 +97,5 @@ def test_with_more_requests_fewer_tokens_are_drafted() -> None:
     for _ in range(10):
         bench.step()
     drafted = bench.scheduler.counters.drafts_verified.total() - before
-    assert 0 < drafted <= 3 * (bench.scheduler.counters.steps - steps), "a step has room for 3 tokens beside 4 requests"
+    assert 0 < drafted <= 3 * (bench.scheduler.counters.steps - steps), "more than 3 were drafted beside 4 requests"
     bench.finish()

@@ -101,7 +101,7 @@ def test_loading_writes_no_key_into_a_shared_page_and_all_keys_into_the_others(
 
 
 def test_one_copy_moves_the_keys_of_all_groups_that_begin_in_the_same_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """21 groups in 78 layers begin in 26 different layers. 6 of these times, the last groups are in the next page."""
+    """Blocks of 21 groups begin in 26 of the 78 layers. From 6 of these, they reach the next page: 6 more copies."""
     context = CopiedKeys([1, 1, *[4] * 19], page_rows=7, length=416, seed=1)
     assert context.geometry.keys_per_block == 16
     copies: list[torch.Tensor] = []

@@ -32,7 +32,7 @@ def test_defect_01_parking_keeps_host_rows_and_resuming_sets_the_hot_buffer_up_a
     old, young = bench.add("old", 22, 50), bench.add("young", 20, 50)
     bench.run(until=lambda: young.phase is Phase.PARKED and bench.settled)
     bench.step()
-    assert young.num_scheduled % bench.geometry.page_rows, "a page that is not full must be parked too"
+    assert young.num_scheduled % bench.geometry.page_rows, "the last page is full, so nothing was tested"
     assert len(young.holding.pages[PageUse.HOST]) == bench.geometry.row_pages(young.num_scheduled)
     assert young.holding.device_pages == 0
     assert bench.compared[Residence.PARKED] >= young.num_scheduled, "the rows of the parked request were not compared"
@@ -136,7 +136,7 @@ def test_defect_04_requests_wait_while_the_host_is_full(host_pages: int, prompt:
         bench.step()
         assert bench.engine.stats().running <= 2, "more requests were admitted than the host store can hold"
     bench.finish()
-    assert bench.scheduler.counters.recomputes == 0, "admitted requests must have enough pages until they end"
+    assert bench.scheduler.counters.recomputes == 0, "an admitted request had too few pages to reach its end"
 
 
 @TIERS_AND_DEPTHS
@@ -147,7 +147,7 @@ def test_defect_04_the_youngest_request_is_recomputed_if_the_host_cannot_hold_al
     bench.finish()
     counters = bench.scheduler.counters
     assert counters.recomputes > 0, "the host store was never full, so nothing was tested"
-    assert list(bench.reasons) == ["a", "b", "c"], "the oldest must finish first"
+    assert list(bench.reasons) == ["a", "b", "c"], "a younger request finished first"
 
 
 def test_defect_04_a_parked_request_releases_its_host_pages_when_the_host_store_is_full() -> None:
@@ -190,13 +190,13 @@ def test_defect_08_contexts_that_end_within_a_page_are_parked_and_resumed_exactl
     request = bench.add("r", 21, 24)
     bench.run(until=lambda: request.num_scheduled == length and bench.settled)
     mirrored = bench.memory.copy_traffic().rows_mirrored
-    assert mirrored == length // 4 * 4, "every full page must have been copied exactly once"
+    assert mirrored == length // 4 * 4, "a full page was copied twice or not at all"
     bench.scheduler._preemptor.change_residence(request, Residence.PARKED)
     bench.step()
     assert bench.scheduler.counters.resumes == 1
     filled = (length + 1) // 4 * 4 - length // 4 * 4  # a partly flushed page is copied again as a whole when it is full
     expected = mirrored + length % 4 + filled
-    assert bench.memory.copy_traffic().rows_mirrored == expected, "parking must copy only the rows of the last page"
+    assert bench.memory.copy_traffic().rows_mirrored == expected, "parking did not copy only the rows of the last page"
     bench.finish()
 
 

@@ -16,7 +16,7 @@ def test_a_step_with_more_tokens_of_a_tiered_request_than_its_tail_holds_is_refu
     bench.step()
     seat, start = request.holding.seat, request.num_scheduled
     assert bench.memory.prepare_step([seat], [start], [1])
-    with pytest.raises(InternalError, match="at most 1 tokens of a tiered request"):
+    with pytest.raises(InternalError, match="computes 2 tokens of a tiered request, more than 1"):
         bench.memory.prepare_step([seat], [start], [2])
     bench.finish()
 

@@ -48,7 +48,9 @@ class RowsOnHost:
 @given(
     data=st.data(), page_rows=st.integers(1, 5), pages=st.integers(1, 9), long_run_bytes=st.sampled_from((1, 1 << 30))
 )
-def test_loaded_rows_equal_the_hosts(data: st.DataObject, page_rows: int, pages: int, long_run_bytes: int) -> None:
+def test_loaded_rows_equal_the_rows_on_the_host(
+    data: st.DataObject, page_rows: int, pages: int, long_run_bytes: int
+) -> None:
     orders = [data.draw(st.permutations(range(pages + 2)))[:pages] for _ in range(2)]
     context = RowsOnHost(page_rows, *orders)
     first, last = sorted(data.draw(st.tuples(*[st.integers(0, context.length)] * 2)))

@@ -228,7 +228,7 @@ def test_kv_events_decide_what_a_worker_has_and_without_them_what_was_sent() -> 
     assert index.cached_tokens(prompt, [sent])[0] == HASHED_LENGTHS[len(prompt.hashes) - 1] // BYTES_PER_TOKEN
 
 
-def test_a_worker_has_the_prompts_of_its_requests_in_flight_and_afterwards_only_those_that_it_answered() -> None:
+def test_a_worker_has_the_prompts_of_requests_in_flight_and_later_only_those_that_it_has_answered() -> None:
     index, prompt = PrefixIndex(), prompt_of(TEXT, prompt_cache_key="k")
     worker, view = worker_of("http://1", 1), LocalView(KnownBlocks())
     index.record_pages(prompt, [PageMark(0.25, 1), PageMark(0.5, 2), PageMark(0.75, 3)])
@@ -237,7 +237,7 @@ def test_a_worker_has_the_prompts_of_its_requests_in_flight_and_afterwards_only_
         with index.in_flight(prompt, worker), index.in_flight(prompt_of(TEXT[:9000]), worker):
             assert index.cached_tokens(prompt, [worker]) == [HASHED_LENGTHS[len(prompt.hashes) - 1] // BYTES_PER_TOKEN]
             worker.cache_id += 1
-            assert index.cached_tokens(prompt, [worker]) == [0], "it has restarted"
+            assert index.cached_tokens(prompt, [worker]) == [0], "a worker that has restarted still has them"
             worker.cache_id -= 1
         assert index.cached_tokens(prompt, [worker]) == [0]
         assert not index._in_flight
@@ -257,7 +257,8 @@ def test_prompts_that_differ_after_a_common_beginning_are_of_different_sessions(
         index.record_sent(prompt, worker)
     for number in range(SHARED_ENDS):
         index.record_sent(prompt_of(TEXT[5000:][:6100] + str(number)), worker)
-    assert not index.continues_session(prompt_of(TEXT[5000:][:6100] + "another")), "short questions about one long text"
+    another_question = prompt_of(TEXT[5000:][:6100] + "another")
+    assert not index.continues_session(another_question), "short questions about one long text count as a session"
 
 
 def executed_lines(call: Callable[[], T]) -> tuple[T, int]:
