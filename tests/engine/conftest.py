@@ -13,10 +13,11 @@ from hotset.fleet.handoff import stores
 from hotset.fleet.transfer.api import MemoryKind
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def fast_process_starts() -> Iterator[None]:
     """Replaces the start method "spawn" by "forkserver". With "spawn", every process would import torch, which takes
-    over two seconds of CPU time."""
+    over two seconds of CPU time. It ends with each module, because tests in other folders need real starts.
+    """
     real = multiprocessing.get_context
     forkserver: Any = real("forkserver")
     forkserver.set_forkserver_preload(["torch", "hotset.engine.build", "hotset.fleet.connections"])

@@ -29,7 +29,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> FakeCudart:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-    monkeypatch.setattr(host_store, "_nodes_of", lambda device: ())
+    monkeypatch.setattr(host_store, "store_nodes", lambda gpus: ())
     return fake
 
 

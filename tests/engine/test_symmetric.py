@@ -202,7 +202,7 @@ def test_every_kind_of_message_is_exchanged_when_workers_connect(
     """NCCL takes memory at the first message of each kind: before the memory for KV is measured."""
     fake = mock.Mock()
     monkeypatch.setattr(distributed, "dist", fake)
-    monkeypatch.setattr(distributed, "_join_group", lambda *_: mock.Mock())
+    monkeypatch.setattr(distributed, "_join_group", lambda *_: distributed._Joined(mock.Mock(), mock.Mock()))
     monkeypatch.setattr(distributed, "FIRST_MESSAGES_GLOO", (1 << 10, 1 << 12))
     of_model = Split(**split)
     number = of_model.rank if stages == 1 else 1
