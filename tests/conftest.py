@@ -1,8 +1,11 @@
 """Sets the order of the test files and the number of hypothesis examples, starts garbage collection after the tests are
-collected, and lets Ctrl-C end the programs that tests start."""
+collected, lets Ctrl-C end the programs that tests start, and makes processes of engines start fast."""
 
 import gc
+import multiprocessing
 import signal
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from examples import load_profile
@@ -46,6 +49,28 @@ SLOW_FILES = (
     "schedule/test_scheduler.py",
     "models/test_demo_model.py",
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_process_starts() -> Iterator[None]:
+    """Makes engine processes and their workers forks of one process that has imported torch. With the start method
+    "spawn", each would import torch, which takes over two seconds of CPU time."""
+    real = multiprocessing.get_context
+    forkserver: Any = real("forkserver")
+    forkserver.set_forkserver_preload(["torch", "hotset.engine.build", "hotset.fleet.connections"])
+
+    def get_context(method: str | None = None) -> Any:
+        return forkserver if method == "spawn" else real(method)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", get_context)
+        yield
+
+
+@pytest.fixture
+def real_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undoes `fast_process_starts`, for processes that must be children of the test."""
+    monkeypatch.setattr(multiprocessing, "get_context", multiprocessing.context._default_context.get_context)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -18,6 +18,8 @@ NCCL = Exchange("8 workers communicate over NCCL", False, False, True, 60e-6, 40
 SYMMETRIC = Exchange("8 workers communicate over symmetric memory", True, False, True, 20e-6, 12e-6, 700e-6)
 EIGHT = {"gpus": tuple(range(8)), "ranks": 8}
 
+pytestmark = pytest.mark.usefixtures("real_process_starts")  # a rank ends with the test
+
 
 def give(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Ranks], Exchange]) -> list[Ranks]:
     """Replaces the processes of ranks by a function. Returns the list of what will be started."""
