@@ -155,7 +155,7 @@ class _Node:
         self._on_gpu = device.type == "cuda"
         measured = [worker.host_free for worker in workers if worker.host_free is not None]
         self._host_free = host_free if host_free is not None else min(measured, default=free_bytes(CPU))
-        # Of one token, in all host stores of the node
+        # the bytes of one token in all host stores of the node
         self.token_bytes = sum(worker.shape.token_bytes for worker in workers if worker.owns_store)
 
     def device_pages(self) -> tuple[int, str]:

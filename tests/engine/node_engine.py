@@ -1,4 +1,4 @@
-"""An engine as a program on a node. It is told its configuration by JSON, and reads and writes lines of JSON.
+"""An engine as a program on a node. It gets its configuration as JSON, and reads and writes lines of JSON.
 
 A line `{"name", "prompt", "tokens", "prefill_at"}` asks for an answer. The program writes `{"name", "token_ids"}` for
 tokens as they come, and in the end `{"name", "end": null}`, or the error as a text. Any other line asks for some of the

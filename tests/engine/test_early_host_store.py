@@ -49,7 +49,7 @@ def test_the_store_is_pinned_beside_other_work_and_then_handed_over(cudart: Fake
         early.wait(lambda done, total: None)
         store = early.take(40)
         assert store is not None and store.pinned_bytes == sum(cudart.pinned.values()) > 0
-    assert cudart.pinned, "whoever took the store owns it"
+    assert cudart.pinned, "a store that was taken must stay pinned"
     store.close()
     assert not cudart.pinned
 
