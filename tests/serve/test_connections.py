@@ -179,6 +179,8 @@ def send_slowly(client: socket.socket, piece: bytes) -> bytes:
         with suppress(TimeoutError):
             received = client.recv(1 << 16)
             break
+    else:
+        pytest.fail(f"the server still reads after {WAIT_SECONDS:g} s")
     client.settimeout(WAIT_SECONDS)
     return received + read_all(client)
 
